@@ -1,0 +1,1 @@
+"""Pure functions from specs to seconds and bytes: numbers in, numbers out.  No torch, no solver, only data files."""

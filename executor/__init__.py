@@ -1,0 +1,1 @@
+"""PyTorch only here: layout, collectives, modules, pipeline, gradient sync, checkpoints, training."""

@@ -1,0 +1,190 @@
+"""A model as a chain of modules: embedding, then per layer attention and a feed-forward part, then the head.
+
+Layers may all differ; a layer may lack attention or the feed-forward part (a "no-op" block).  Each module owns
+its input norm, so that between modules only the residual stream exists.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, PositiveInt, model_validator
+from typing_extensions import Self
+
+from specs.base import Document, Spec
+
+NormKind = Literal["rmsnorm", "layernorm"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+
+class Norm(Spec):
+    """Normalisation in front of a module; `layernorm` has a bias, `rmsnorm` has none."""
+
+    kind: NormKind = "rmsnorm"
+    epsilon: float = 1e-5
+
+
+class RopeScaling(Spec):
+    """Llama 3.1's frequency scaling of rotary embeddings (arXiv 2407.21783, section 3.4.3 and its release code)."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: PositiveInt
+
+
+class Embedding(Spec):
+    """Token embedding, cut by vocabulary rows; learned positions when `num_positions` > 0."""
+
+    kind: Literal["embedding"] = "embedding"
+    hidden: PositiveInt
+    vocab: PositiveInt
+    num_positions: int = 0
+
+
+class Attention(Spec):
+    """Causal self-attention, cut by query heads together with the KV heads they read."""
+
+    kind: Literal["attention"] = "attention"
+    hidden: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    norm: Norm = Norm()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    rope_theta: float | None = 10000.0
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                "every KV head must serve the same number of query heads"
+            )
+        return self
+
+
+class Mlp(Spec):
+    """Feed-forward part, cut by FFN columns (gate and up alike)."""
+
+    kind: Literal["mlp"] = "mlp"
+    hidden: PositiveInt
+    ffn: PositiveInt
+    gated: bool = True
+    activation: Activation = "silu"
+    bias: bool = False
+    norm: Norm = Norm()
+
+
+class Moe(Spec):
+    """Token-choice mixture of experts with optional shared experts, cut by experts (shared ones by columns)."""
+
+    kind: Literal["moe"] = "moe"
+    hidden: PositiveInt
+    num_experts: PositiveInt
+    experts_per_token: PositiveInt
+    expert_ffn: PositiveInt
+    shared_ffn: int = 0
+    activation: Activation = "silu"
+    norm: Norm = Norm()
+
+
+class Head(Spec):
+    """Final norm, projection to the vocabulary and cross-entropy, cut by vocabulary rows."""
+
+    kind: Literal["head"] = "head"
+    hidden: PositiveInt
+    vocab: PositiveInt
+    tied: bool = False
+    norm: Norm = Norm()
+
+
+FeedForward = Annotated[Mlp | Moe, Field(discriminator="kind")]
+Module = Annotated[Embedding | Attention | Mlp | Moe | Head, Field(discriminator="kind")]
+
+
+class Layer(Spec):
+    """`repeat` equal layers in a row."""
+
+    attention: Attention | None = None
+    feed_forward: FeedForward | None = None
+    repeat: PositiveInt = 1
+
+
+class NamedModule(NamedTuple):
+    """A module with its place in the chain, e.g. `layer.3.attention`."""
+
+    name: str
+    module: Embedding | Attention | Mlp | Moe | Head
+
+
+class ModelSpec(Document):
+    """The whole chain.  `max_positions` bounds the sequence length when positions are learned or stated."""
+
+    name: str
+    embedding: Embedding
+    layers: tuple[Layer, ...] = Field(min_length=1)
+    head: Head
+    max_positions: int | None = None
+
+    @model_validator(mode="after")
+    def _one_width(self) -> Self:
+        hidden = self.embedding.hidden
+        for name, module in self.modules():
+            if module.hidden != hidden:
+                raise ValueError(f"{name} has hidden {module.hidden}, the embedding has {hidden}; widths must agree")
+        if self.head.tied and self.head.vocab != self.embedding.vocab:
+            raise ValueError(f"the head is tied but has vocab {self.head.vocab}, the embedding {self.embedding.vocab}")
+        return self
+
+    @property
+    def hidden(self) -> int:
+        return self.embedding.hidden
+
+    @property
+    def vocab(self) -> int:
+        return self.head.vocab
+
+    @property
+    def num_layers(self) -> int:
+        return sum(layer.repeat for layer in self.layers)
+
+    def modules(self) -> tuple[NamedModule, ...]:
+        """The chain in order, `repeat` unrolled; absent parts of a layer are left out."""
+        chain = [NamedModule("embedding", self.embedding)]
+        index = 0
+        for layer in self.layers:
+            for _ in range(layer.repeat):
+                if layer.attention is not None:
+                    chain.append(NamedModule(f"layer.{index}.attention", layer.attention))
+                if layer.feed_forward is not None:
+                    chain.append(NamedModule(f"layer.{index}.{layer.feed_forward.kind}", layer.feed_forward))
+                index += 1
+        chain.append(NamedModule("head", self.head))
+        return tuple(chain)
+
+
+def num_units(module: Embedding | Attention | Mlp | Moe | Head) -> int:
+    """Units that a block cuts a module by: vocabulary rows, query heads, FFN columns, or experts."""
+    match module:
+        case Embedding() | Head():
+            return module.vocab
+        case Attention():
+            return module.num_heads
+        case Mlp():
+            return module.ffn
+        case Moe():
+            return module.num_experts
+
+
+UNIT_NAMES = {
+    "embedding": "vocabulary rows",
+    "attention": "query heads",
+    "mlp": "FFN columns",
+    "moe": "experts",
+    "head": "vocabulary rows",
+}

@@ -1,0 +1,128 @@
+"""The run log: JSON lines in which every second of a run is accounted for.
+
+Seconds go to buckets that carry the names of ml-goodput-measurement, lower case.  `step` is the productive one;
+the others are badput.  The buckets of a run add up to its wall clock.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
+
+from specs.base import Spec, first_problem
+from specs.errors import BadInputError
+from specs.plan import StepTerms
+
+Bucket = Literal[
+    "accelerator_initialization",
+    "training_preparation",
+    "data_loading_sync",
+    "program_startup",
+    "checkpoint_save",
+    "checkpoint_restore",
+    "evaluation",
+    "wasted_progress",
+    "step",
+    "other",
+]
+
+
+class StartRecord(Spec):
+    """A run begins or resumes."""
+
+    kind: Literal["start"] = "start"
+    time: float  # seconds since the epoch
+    step: NonNegativeInt  # steps already done
+    plan_sha256: str
+    world_size: int
+    backend: str
+    device: str
+    versions: dict[str, str]
+    seconds: dict[Bucket, float]  # spent so far, by bucket
+
+
+class StepRecord(Spec):
+    """One optimizer step.  `terms` are means over ranks and add up to `seconds`."""
+
+    kind: Literal["step"] = "step"
+    time: float
+    step: NonNegativeInt  # 1 for the first
+    loss: float  # mean over the target tokens, natural logarithm
+    gradient_norm: float  # before clipping
+    learning_rate: float
+    tokens: int
+    seconds: NonNegativeFloat
+    terms: StepTerms
+    warm_up: bool = False  # first steps of a process: allocation and tracing make them slower
+
+
+class MemoryRecord(Spec):
+    """Measured peak bytes of every rank, by rank; on a GPU from the allocator, else from live tensors."""
+
+    kind: Literal["memory"] = "memory"
+    method: str
+    peak_bytes: dict[int, int]
+    activation_bytes: dict[int, int]
+    static_bytes: dict[int, int]  # weights, gradients, optimizer
+
+
+class EvaluationRecord(Spec):
+    """Loss on held-out data."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    time: float
+    step: NonNegativeInt
+    loss: float
+    tokens: int
+    seconds: NonNegativeFloat
+
+
+class CheckpointRecord(Spec):
+    """A checkpoint became durable; `seconds` is what training waited for it."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    time: float
+    step: NonNegativeInt
+    path: str
+    size_bytes: int
+    seconds: NonNegativeFloat
+
+
+class EndRecord(Spec):
+    """A run ends; `seconds` adds up to `wall_seconds`."""
+
+    kind: Literal["end"] = "end"
+    time: float
+    step: NonNegativeInt
+    reason: str
+    wall_seconds: NonNegativeFloat
+    seconds: dict[Bucket, float]
+
+
+Record = Annotated[
+    StartRecord | StepRecord | MemoryRecord | EvaluationRecord | CheckpointRecord | EndRecord,
+    Field(discriminator="kind"),
+]
+_record: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def read_log(path: Path) -> list[Record]:
+    """All records of a log.  A torn last line (a killed run) is dropped; any other bad line is an error."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise BadInputError(f"run log {path} cannot be read: {error.strerror}. Is this a run folder?") from None
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_record.validate_python(json.loads(line)))
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break
+            raise BadInputError(f"run log {path}, line {number} is not valid JSON.") from None
+        except ValidationError as error:
+            raise BadInputError(f"run log {path}, line {number}: {first_problem(error)}") from None
+    return records

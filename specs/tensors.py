@@ -1,0 +1,156 @@
+"""The weight tensors of each module kind: one table that memory models, the executor and checkpoints all read.
+
+Every tensor is stored with the dimension that is cut as its rows (so `output` and `down` are stored transposed),
+and a rank always holds a contiguous interval of rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+from specs.layout import Interval, kv_groups_of
+from specs.model import Attention, Embedding, Head, Mlp, Moe, Norm
+
+AnyModule = Embedding | Attention | Mlp | Moe | Head
+
+# How the rows follow the module's unit cut: "unit" rows_per_unit rows for each unit; "kv" the KV heads that the
+# rank's query heads read; "shared" rows in proportion to the units (shared experts); "whole" every rank holds all.
+RowCut = Literal["unit", "kv", "shared", "whole"]
+Init = Literal["normal", "residual", "ones", "zeros"]
+
+
+class TensorSpec(NamedTuple):
+    """One weight tensor: `rows` x `cols` (cols 0: a vector), how rows are cut, how it starts, whether it decays."""
+
+    name: str
+    rows: int
+    cols: int
+    cut: RowCut
+    rows_per_unit: int
+    init: Init
+    decay: bool
+
+    @property
+    def num_elements(self) -> int:
+        return self.rows * max(self.cols, 1)
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Shape of a local piece of that many rows."""
+        return (rows, self.cols) if self.cols else (rows,)
+
+
+def _matrix(name: str, rows: int, cols: int, cut: RowCut, per_unit: int, init: Init = "normal") -> TensorSpec:
+    return TensorSpec(name, rows, cols, cut, per_unit, init, decay=True)
+
+
+def _vector(name: str, rows: int, cut: RowCut = "whole", per_unit: int = 0, init: Init = "zeros") -> TensorSpec:
+    return TensorSpec(name, rows, 0, cut, per_unit, init, decay=False)
+
+
+def _norm(norm: Norm, hidden: int) -> list[TensorSpec]:
+    weight = _vector("norm", hidden, init="ones")
+    return [weight, _vector("norm_bias", hidden)] if norm.kind == "layernorm" else [weight]
+
+
+@cache
+def tensors_of(module: AnyModule) -> tuple[TensorSpec, ...]:
+    """All tensors of a module, in a fixed order."""
+    hidden = module.hidden
+    match module:
+        case Embedding():
+            table = [_matrix("weight", module.vocab, hidden, "unit", 1)]
+            if module.num_positions:
+                table.append(_matrix("positions", module.num_positions, hidden, "whole", 0))
+        case Attention():
+            width = module.head_dim
+            q_rows, kv_rows = module.num_heads * width, module.num_kv_heads * width
+            table = _norm(module.norm, hidden)
+            table += [
+                _matrix("query", q_rows, hidden, "unit", width),
+                _matrix("key", kv_rows, hidden, "kv", width),
+                _matrix("value", kv_rows, hidden, "kv", width),
+                _matrix("output", q_rows, hidden, "unit", width, "residual"),
+            ]
+            if module.qkv_bias:
+                table += [
+                    _vector("query_bias", q_rows, "unit", width),
+                    _vector("key_bias", kv_rows, "kv", width),
+                    _vector("value_bias", kv_rows, "kv", width),
+                ]
+            if module.output_bias:
+                table.append(_vector("output_bias", hidden))
+            if module.qk_norm:
+                table += [_vector("query_norm", width, init="ones"), _vector("key_norm", width, init="ones")]
+        case Mlp():
+            table = _norm(module.norm, hidden)
+            if module.gated:
+                table.append(_matrix("gate", module.ffn, hidden, "unit", 1))
+            table += [
+                _matrix("up", module.ffn, hidden, "unit", 1),
+                _matrix("down", module.ffn, hidden, "unit", 1, "residual"),
+            ]
+            if module.bias:
+                if module.gated:
+                    table.append(_vector("gate_bias", module.ffn, "unit", 1))
+                table += [_vector("up_bias", module.ffn, "unit", 1), _vector("down_bias", hidden)]
+        case Moe():
+            rows = module.num_experts * module.expert_ffn
+            table = _norm(module.norm, hidden)
+            table.append(_matrix("router", module.num_experts, hidden, "whole", 0))
+            table += [
+                _matrix("gate", rows, hidden, "unit", module.expert_ffn),
+                _matrix("up", rows, hidden, "unit", module.expert_ffn),
+                _matrix("down", rows, hidden, "unit", module.expert_ffn, "residual"),
+            ]
+            if module.shared_ffn:
+                table += [
+                    _matrix("shared_gate", module.shared_ffn, hidden, "shared", 0),
+                    _matrix("shared_up", module.shared_ffn, hidden, "shared", 0),
+                    _matrix("shared_down", module.shared_ffn, hidden, "shared", 0, "residual"),
+                ]
+        case Head():
+            table = _norm(module.norm, hidden)
+            table.append(_matrix("weight", module.vocab, hidden, "unit", 1))
+    return tuple(table)
+
+
+def parameter_name(module_name: str, module: AnyModule, tensor: TensorSpec) -> str:
+    """Global name of a tensor.  A tied head's weight IS the embedding's, so it has that name."""
+    if isinstance(module, Head) and module.tied and tensor.name == "weight":
+        return "embedding.weight"
+    return f"{module_name}.{tensor.name}"
+
+
+def local_rows(module: AnyModule, tensor: TensorSpec, units: Interval) -> Interval:
+    """Rows of `tensor` that a rank holds when it holds `units` of the module."""
+    match tensor.cut:
+        case "whole":
+            return Interval(0, tensor.rows)
+        case "unit":
+            return Interval(units.start * tensor.rows_per_unit, units.stop * tensor.rows_per_unit)
+        case "kv":
+            assert isinstance(module, Attention)
+            groups = kv_groups_of(units, module.num_heads, module.num_kv_heads)
+            return Interval(groups.start * tensor.rows_per_unit, groups.stop * tensor.rows_per_unit)
+        case "shared":
+            assert isinstance(module, Moe)
+            experts = module.num_experts
+            return Interval(units.start * tensor.rows // experts, units.stop * tensor.rows // experts)
+
+
+def local_num_elements(module: AnyModule, units: Interval) -> int:
+    """Weight elements that a rank holds of a module."""
+    total = 0
+    for tensor in tensors_of(module):
+        total += local_rows(module, tensor, units).size * max(tensor.cols, 1)
+    return total
+
+
+def num_parameters(modules: tuple[tuple[str, AnyModule], ...]) -> int:
+    """Elements of a model's distinct tensors (tied ones once)."""
+    sizes: dict[str, int] = {}
+    for name, module in modules:
+        for tensor in tensors_of(module):
+            sizes[parameter_name(name, module, tensor)] = tensor.num_elements
+    return sum(sizes.values())
