@@ -43,14 +43,18 @@ DocumentType = TypeVar("DocumentType", bound=Document)
 
 def load_document(kind: type[DocumentType], path: Path, what: str) -> DocumentType:
     """Read and check a document; `what` names it in messages ("plan", "profile", ...)."""
-    data = read_json(path, what)
-    version = data.get("schema_version", SCHEMA_VERSION) if isinstance(data, dict) else None
+    return parse_document(kind, read_json(path, what), f"{what} {path}")
+
+
+def parse_document(kind: type[DocumentType], data: object, where: str) -> DocumentType:
+    """Check the schema version first (its sentence is the useful one), then validate plain data."""
+    version = data.get("schema_version", SCHEMA_VERSION) if isinstance(data, dict) else SCHEMA_VERSION
     if version != SCHEMA_VERSION:
         raise BadInputError(
-            f"{what} {path}: schema_version is {version!r}, this version of plait reads {SCHEMA_VERSION}. "
-            f"Make the {what} again with this version."
+            f"{where}: schema_version is {version!r}, this version of plait reads {SCHEMA_VERSION}. "
+            "Make the file again with this version."
         )
-    return parse(kind, data, f"{what} {path}")
+    return parse(kind, data, where)
 
 
 def parse(kind: type[DocumentType], data: object, where: str) -> DocumentType:
