@@ -9,6 +9,9 @@ from typing_extensions import Self
 
 from specs.base import Document, Spec
 
+# Larger than any cluster there is; a mistyped count must not fill memory with ranks.
+MAX_DEVICES = 1_048_576
+
 Precision = Literal["fp32", "bf16", "fp8"]
 # Level of a group of ranks: all in one scale-up domain (node, NVLink domain), or spread over several.
 LinkLevel = Literal["scale_up", "scale_out"]
@@ -38,8 +41,8 @@ class Link(Spec):
 class NodeGroup(Spec):
     """`count` equal nodes; ranks are numbered node by node, group by group."""
 
-    count: PositiveInt
-    devices_per_node: PositiveInt
+    count: PositiveInt = Field(le=MAX_DEVICES)
+    devices_per_node: PositiveInt = Field(le=MAX_DEVICES)
     device: str
 
 
@@ -55,6 +58,8 @@ class ClusterSpec(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.num_devices > MAX_DEVICES:
+            raise ValueError(f"{self.num_devices:,} devices are more than {MAX_DEVICES:,}")
         for group in self.nodes:
             if group.device not in self.devices:
                 known = ", ".join(sorted(self.devices))

@@ -16,7 +16,19 @@ from pydantic import ValidationError
 
 from specs.base import first_problem
 from specs.errors import BadInputError
-from specs.model import Activation, Attention, Embedding, Head, Layer, Mlp, ModelSpec, Moe, Norm, RopeScaling
+from specs.model import (
+    MAX_LAYERS,
+    Activation,
+    Attention,
+    Embedding,
+    Head,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Norm,
+    RopeScaling,
+)
 
 # Names of `transformers.activations.ACT2FN` that are functions we have.
 ACTIVATIONS: dict[str, Activation] = {
@@ -48,6 +60,12 @@ class _Config:
         if not self.has(key):
             raise self.fail(f"the key {key!r} is missing. Add it, as the model's own config.json has it.")
         return self._integer(key, self.keys[key])
+
+    def num_layers(self, key: str = "num_hidden_layers") -> int:
+        count = self.size(key)
+        if count > MAX_LAYERS:
+            raise self.fail(f"{key!r} is {count:,}, more than {MAX_LAYERS:,} layers are not supported.")
+        return count
 
     def size_or(self, key: str, default: int) -> int:
         return self._integer(key, self.keys[key]) if self.has(key) else default
@@ -134,14 +152,14 @@ def _llama(config: _Config, name: str) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     attention = _attention(config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias)
     mlp = _gated_mlp(config, norm=attention.norm, bias=config.flag("mlp_bias", False))
-    return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.size("num_hidden_layers"))
+    return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
 
 
 def _mistral(config: _Config, name: str) -> ModelSpec:
     window = config.size("sliding_window") if config.has("sliding_window") else None
     attention = _attention(config, norm_epsilon=1e-6, window=window)
     mlp = _gated_mlp(config, norm=attention.norm)
-    return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.size("num_hidden_layers"))
+    return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
 
 
 def _qwen2(config: _Config, name: str) -> ModelSpec:
@@ -179,7 +197,7 @@ def _qwen(
 
 def _qwen_windows(config: _Config) -> list[int | None]:
     """Sliding window of each layer: by `layer_types`, else from `max_window_layers` on, where it is switched on."""
-    num_layers = config.size("num_hidden_layers")
+    num_layers = config.num_layers()
     if not config.flag("use_sliding_window", False):
         return [None] * num_layers
     window = config.size("sliding_window")
@@ -206,7 +224,7 @@ def _mixtral(config: _Config, name: str) -> ModelSpec:
         activation=config.activation("hidden_act", "silu"),
         norm=attention.norm,
     )
-    return _decoder(config, name, [Layer(attention=attention, feed_forward=moe)] * config.size("num_hidden_layers"))
+    return _decoder(config, name, [Layer(attention=attention, feed_forward=moe)] * config.num_layers())
 
 
 def _qwen3_moe(config: _Config, name: str) -> ModelSpec:
@@ -217,7 +235,8 @@ def _qwen3_moe(config: _Config, name: str) -> ModelSpec:
     attention = _attention(config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias, qk_norm=True)
     moe = Moe(
         hidden=attention.hidden,
-        num_experts=config.size("num_experts"),
+        # transformers 5 writes the newer name.
+        num_experts=config.size("num_local_experts" if config.has("num_local_experts") else "num_experts"),
         experts_per_token=config.size("num_experts_per_tok"),
         expert_ffn=config.size("moe_intermediate_size"),
         activation=config.activation("hidden_act", "silu"),
@@ -228,7 +247,7 @@ def _qwen3_moe(config: _Config, name: str) -> ModelSpec:
     if not isinstance(dense, list):
         raise config.fail(f"'mlp_only_layers' is {dense!r}, a list of layer numbers is needed.")
     layers = []
-    for index in range(config.size("num_hidden_layers")):
+    for index in range(config.num_layers()):
         sparse = index not in dense and (index + 1) % every == 0
         part = moe if sparse else _gated_mlp(config, norm=attention.norm)
         layers.append(Layer(attention=attention, feed_forward=part))
@@ -260,7 +279,7 @@ def _gpt2(config: _Config, name: str) -> ModelSpec:
             bias=True,
             norm=norm,
         ),
-        repeat=config.size("n_layer"),
+        repeat=config.num_layers("n_layer"),
     )
     vocab, positions = config.size("vocab_size"), config.size("n_positions")
     return ModelSpec(

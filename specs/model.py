@@ -13,6 +13,9 @@ from typing_extensions import Self
 
 from specs.base import Document, Spec
 
+# Deeper than any model there is; a mistyped number must not fill memory with modules.
+MAX_LAYERS = 10_000
+
 NormKind = Literal["rmsnorm", "layernorm"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -112,7 +115,7 @@ class Layer(Spec):
 
     attention: Attention | None = None
     feed_forward: FeedForward | None = None
-    repeat: PositiveInt = 1
+    repeat: PositiveInt = Field(default=1, le=MAX_LAYERS)
 
 
 class NamedModule(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pydantic import PositiveInt
 
 from specs.base import Spec, parse, parse_document, read_json
-from specs.cluster import ClusterSpec, Device, Link, NodeGroup
+from specs.cluster import MAX_DEVICES, ClusterSpec, Device, Link, NodeGroup
 from specs.errors import BadInputError
 from specs.huggingface import model_from_config
 from specs.model import ModelSpec
@@ -24,8 +24,6 @@ from specs.profile import Profile
 PRESETS = Path(__file__).parent / "presets"
 MACHINES = PRESETS / "machines.json"
 MODEL_NAMES = tuple(sorted(path.stem for path in PRESETS.glob("*.json") if path != MACHINES))
-# Larger than any cluster there is; keeps a mistyped count from filling memory with ranks.
-MAX_DEVICES = 1_048_576
 
 
 class Machine(Spec):
