@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated, Any, Literal
 
 import typer
 
 from specs.errors import PlaitError
+
+# A wrong option or argument.  The public name for it is that of its subclass.
+USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="plait",
@@ -18,14 +22,45 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"plait {version_of('plait')}")
+        raise typer.Exit
+
+
+@app.command()
+def schema(
+    kind: Annotated[
+        Literal["plan", "profile", "model", "cluster", "runlog"], typer.Argument(help="Which file's schema.")
+    ],
+) -> None:
+    """Print the JSON schema of a file that Plait reads or writes."""
+    import json
+
+    from reports.schemas import schema_of
+
+    typer.echo(json.dumps(schema_of(kind), indent=1))
+
+
 def main() -> None:
     """Entry point: a user's mistake ends in one sentence and its exit code, Ctrl-C in 130, a bug in a traceback."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except PlaitError as error:
         typer.echo(f"plait: {error}", err=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except USAGE_ERROR as error:
+        sentence = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+        if sentence:  # empty: no command was given, and the help is already printed
+            command = error.ctx.command_path if error.ctx else "plait"
+            typer.echo(f"plait: {sentence}. See `{command} --help`.", err=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         typer.echo("plait: interrupted.", err=True)
         sys.exit(130)
 
