@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	    { echo "python cannot create virtual environments. On Debian or Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
 	@echo "installing Plait and its dependencies (PyTorch is large: minutes on a slow line)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[test,dev]' -c constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## profile, plan, train and compare on this machine (minutes)

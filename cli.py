@@ -55,10 +55,11 @@ def main() -> None:
         typer.echo(f"plait: {error}", err=True)
         sys.exit(error.exit_code)
     except USAGE_ERROR as error:
-        sentence = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+        sentence = " ".join(error.format_message().replace("Value error, ", "").split())
         if sentence:  # empty: no command was given, and the help is already printed
             command = error.ctx.command_path if error.ctx else "plait"
-            typer.echo(f"plait: {sentence}. See `{command} --help`.", err=True)
+            stop = "" if sentence.endswith((".", "?")) else "."
+            typer.echo(f"plait: {sentence}{stop} See `{command} --help`.", err=True)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("plait: interrupted.", err=True)
