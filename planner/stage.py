@@ -1,0 +1,170 @@
+"""Stages of one grid point: for a content and a number of micro-batches in flight, the least seconds that fit.
+
+    memory of a stage = sum over modules of (static + in flight x activation) + largest working memory
+
+The largest working memory is no sum, so each of its possible values W is tried: only options that work within W,
+and W bytes less for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.knapsack import Label, choose, enumerate_labels, hull, relax
+
+Floats = npt.NDArray[np.float64]
+
+# Prices of a byte at which all contents are bounded at once; any subset of the true ones gives valid bounds.
+MAX_PRICES = 48
+
+
+@dataclass(frozen=True)
+class OptionTable:
+    """The ways to run one distinct module, as parallel arrays: seconds per micro-batch, tail seconds, bytes."""
+
+    seconds: Floats
+    tail: Floats
+    static: Floats
+    activation: Floats
+    working: Floats
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """A solved stage.  `selection[k]` lists (option, count) of distinct module k; weighted = seconds + w x tail."""
+
+    weighted: float
+    seconds: float
+    tail: float
+    selection: tuple[tuple[tuple[int, int], ...], ...]
+
+
+class StageSolver:
+    """Solves stages by content.  `capacity` in bytes; `weight` w of a tail second against a micro-batch second."""
+
+    def __init__(
+        self, tables: Sequence[OptionTable], counts: npt.NDArray[np.int64], capacity: float, weight: float
+    ) -> None:
+        self.tables = tables
+        self.counts = counts
+        self.capacity = capacity
+        self.weight = weight
+        self.num_labels = 0
+        self.weighted = [table.seconds + weight * table.tail for table in tables]
+        self._exact: dict[tuple[int, int], StageChoice | None] = {}
+
+    def memory(self, kind: int, in_flight: int) -> Floats:
+        """Bytes of each option of a distinct module, without working memory."""
+        table = self.tables[kind]
+        return table.static + in_flight * table.activation
+
+    def bounds(self, in_flight: int) -> Floats:
+        """Lower bound of weighted seconds of every content; `inf` where it cannot fit."""
+        memory = [self.memory(kind, in_flight) for kind in range(len(self.tables))]
+        prices = _prices(self.weighted, memory)
+        duals = np.stack(
+            [(w[:, None] + m[:, None] * prices).min(axis=0) for w, m in zip(self.weighted, memory, strict=True)]
+        )
+        least_working = np.array([table.working.min() for table in self.tables])
+        working = np.where(self.counts > 0, least_working, 0.0).max(axis=1)
+        values: Floats = (self.counts @ duals - np.outer(self.capacity - working, prices)).max(axis=1)
+        least_memory = self.counts @ np.array([m.min() for m in memory])
+        values[least_memory + working > self.capacity] = np.inf
+        return values
+
+    def solve(self, content: int, in_flight: int) -> StageChoice | None:
+        """The exact optimum in weighted seconds; None when the content does not fit."""
+        key = (content, in_flight)
+        if key not in self._exact:
+            self._exact[key] = self._solve(content, in_flight)
+        return self._exact[key]
+
+    def _solve(self, content: int, in_flight: int) -> StageChoice | None:
+        kinds, counts, memory, works = self._problem(content, in_flight)
+        fastest = [int(np.lexsort((m, self.weighted[k]))[0]) for k, m in zip(kinds, memory, strict=True)]
+        used = sum(n * float(m[c]) for n, m, c in zip(counts, memory, fastest, strict=True))
+        if used + max(float(self.tables[k].working[c]) for k, c in zip(kinds, fastest, strict=True)) <= self.capacity:
+            return self._choice(kinds, [[(c, n)] for n, c in zip(counts, fastest, strict=True)])
+        best: tuple[float, list[list[tuple[int, int]]]] | None = None
+        for work in works:
+            usable, weighted, bytes_ = self._within(kinds, memory, work)
+            cutoff = np.inf if best is None else best[0]
+            label = choose(counts, weighted, bytes_, self.capacity - work, cutoff=cutoff)
+            self.num_labels += 1
+            if label is not None:
+                best = (label.seconds, _renumber(label, usable))
+        return None if best is None else self._choice(kinds, best[1])
+
+    def front(self, content: int, in_flight: int, limit: float, max_labels: int) -> list[StageChoice]:
+        """All choices of at most `limit` seconds that none beats in seconds and tail.
+
+        Raises `MemoryError` past `max_labels` labels.
+        """
+        kinds, counts, memory, works = self._problem(content, in_flight)
+        found: list[StageChoice] = []
+        for work in works:
+            usable, _, bytes_ = self._within(kinds, memory, work)
+            seconds = [self.tables[k].seconds[u] for k, u in zip(kinds, usable, strict=True)]
+            tails = [self.tables[k].tail[u] for k, u in zip(kinds, usable, strict=True)]
+            capacity = self.capacity - work
+            relaxed = relax(counts, seconds, bytes_, capacity)
+            if relaxed is None or relaxed.bound > limit:
+                continue
+            labels = enumerate_labels(
+                counts, seconds, tails, bytes_, capacity, price=relaxed.price, limit=limit, max_labels=max_labels
+            )
+            self.num_labels += len(labels)
+            found += [self._choice(kinds, _renumber(label, usable)) for label in labels]
+        kept: list[StageChoice] = []
+        for choice in sorted(found, key=lambda c: (c.seconds, c.tail)):
+            if not kept or choice.tail < kept[-1].tail:
+                kept.append(choice)
+        return kept
+
+    def _problem(self, content: int, in_flight: int) -> tuple[list[int], list[int], list[Floats], list[float]]:
+        """Kinds present, their counts and bytes, and the possible largest working memories, descending."""
+        kinds = [int(kind) for kind in np.flatnonzero(self.counts[content])]
+        counts = [int(self.counts[content, kind]) for kind in kinds]
+        memory = [self.memory(kind, in_flight) for kind in kinds]
+        least = max(float(self.tables[kind].working.min()) for kind in kinds)
+        every = np.unique(np.concatenate([self.tables[kind].working for kind in kinds]))
+        return kinds, counts, memory, every[every >= least][::-1].tolist()
+
+    def _within(
+        self, kinds: list[int], memory: list[Floats], work: float
+    ) -> tuple[list[npt.NDArray[np.int64]], list[Floats], list[Floats]]:
+        """Options of each kind that work within `work` bytes, with their weighted seconds and bytes."""
+        usable = [np.flatnonzero(self.tables[kind].working <= work) for kind in kinds]
+        weighted = [self.weighted[kind][u] for kind, u in zip(kinds, usable, strict=True)]
+        return usable, weighted, [m[u] for m, u in zip(memory, usable, strict=True)]
+
+    def _choice(self, kinds: list[int], selection: list[list[tuple[int, int]]]) -> StageChoice:
+        seconds = tail = 0.0
+        by_kind: list[tuple[tuple[int, int], ...]] = [()] * len(self.tables)
+        for kind, chosen in zip(kinds, selection, strict=True):
+            by_kind[kind] = tuple(chosen)
+            for option, number in chosen:
+                seconds += number * float(self.tables[kind].seconds[option])
+                tail += number * float(self.tables[kind].tail[option])
+        return StageChoice(seconds + self.weight * tail, seconds, tail, tuple(by_kind))
+
+
+def _renumber(label: Label, usable: list[npt.NDArray[np.int64]]) -> list[list[tuple[int, int]]]:
+    return [[(int(u[option]), n) for option, n in chosen] for chosen, u in zip(label.selection, usable, strict=True)]
+
+
+def _prices(weighted: Sequence[Floats], memory: Sequence[Floats]) -> Floats:
+    """Zero and the slopes of all convex hulls: the prices of a byte at which some module changes its option."""
+    slopes = {0.0}
+    for w, m in zip(weighted, memory, strict=True):
+        points = hull(w, m)
+        slopes.update(float((w[a] - w[b]) / (m[b] - m[a])) for a, b in pairwise(points))
+    ordered = np.array(sorted(slopes))
+    if ordered.size > MAX_PRICES:
+        ordered = ordered[np.linspace(0, ordered.size - 1, MAX_PRICES).round().astype(np.int64)]
+    return ordered

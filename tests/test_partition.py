@@ -1,0 +1,111 @@
+"""Cutting the chain into stages, against complete enumeration."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.chain import even_boundaries, make_chain
+from planner.partition import best_partition
+from planner.space import Topology, divisors, enumerate_grids
+from specs.cluster import ClusterSpec, Device, Link, NodeGroup
+from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
+from specs.plan import TrainingSpec
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 3), st.integers(1, 9), st.sampled_from([0.0, 0.5]), st.integers(0, 2**32 - 1))
+def test_best_partition_is_the_best(num_stages, extra, num_micro_batches, transfers, seed):
+    size = num_stages + extra + 1
+    generator = np.random.default_rng(seed)
+    values = []
+    for _ in range(num_stages):
+        v = generator.integers(1, 12, (size, size)).astype(float)
+        v[generator.random((size, size)) < 0.15] = np.inf
+        v[np.tril_indices(size)] = np.inf
+        values.append(v)
+    best = np.inf
+    for inner in combinations(range(1, size - 1), num_stages - 1):
+        stages = [v[i, j] for v, (i, j) in zip(values, pairwise((0, *inner, size - 1)), strict=True)]
+        if not np.isfinite(stages).all():
+            continue
+        once = sum(stages) + 2 * transfers
+        best = min(best, once + (num_micro_batches - 1) * max(max(stages), once / num_stages))
+    found = best_partition(values, num_micro_batches, transfers)
+    if not np.isfinite(best):
+        assert found is None
+        return
+    assert found.seconds == pytest.approx(best)
+    assert found.bound == found.seconds
+    assert found.path[0] == 0
+    assert found.path[-1] == size - 1
+    early = best_partition(values, num_micro_batches, transfers, stop_at=0.0)
+    assert early.bound <= best + 1e-9 <= early.seconds + 2e-9
+
+
+def model(num_layers):
+    attention = Attention(hidden=8, num_heads=2, num_kv_heads=2, head_dim=4)
+    return ModelSpec(
+        name="m",
+        embedding=Embedding(hidden=8, vocab=11),
+        layers=(
+            Layer(attention=attention, feed_forward=Mlp(hidden=8, ffn=16), repeat=num_layers),
+            Layer(attention=attention),
+        ),
+        head=Head(hidden=8, vocab=11),
+    )
+
+
+def test_contents_are_counted_not_named():
+    chain = make_chain(model(3))
+    assert chain.positions == (0, 1, 3, 5, 7, 8, 9)
+    assert chain.contents[1, 2] == chain.contents[2, 3] != chain.contents[1, 3]
+    for i in range(chain.num_positions):
+        for j in range(i + 1, chain.num_positions):
+            run = chain.kinds[chain.positions[i] : chain.positions[j]]
+            expected = [run.count(kind) for kind in range(len(chain.modules))]
+            assert chain.counts[chain.contents[i, j]].tolist() == expected
+    assert make_chain(model(3), "modules").positions == tuple(range(10))
+    assert make_chain(model(3), fixed=(4,)).positions == (0, 4, 9)
+
+
+def test_even_boundaries():
+    assert even_boundaries(model(3), 2) == (0, 5, 9)
+    assert even_boundaries(model(3), 4) == (0, 3, 5, 7, 9)
+    assert even_boundaries(model(3), 5) is None
+
+
+def cluster(*sizes, missing=()):
+    device = Device(name="d", memory_bytes=1, memory_bytes_per_second=1, peak_flop_per_second={}, source="test")
+    link = Link(name="l", bytes_per_second=1, latency_seconds=0, source="test")
+    return ClusterSpec(
+        name="c",
+        devices={"d": device},
+        nodes=tuple(NodeGroup(count=1, devices_per_node=size, device="d") for size in sizes),
+        links={"scale_up": link, "scale_out": link},
+        missing=missing,
+    )
+
+
+def test_run_levels_follow_the_domains():
+    topology = Topology(cluster(4, 4, missing=(0,)))
+    assert topology.num_ranks == 7
+    assert topology.domain == 4
+    assert topology.run_level(1, 1) == "scale_up"
+    assert topology.run_level(2, 2) == "scale_out"
+    assert Topology(cluster(6, 6)).run_level(3, 3) == "scale_up"
+    assert Topology(cluster(6, 6)).run_level(4, 4) == "scale_out"
+
+
+def test_grids_use_every_rank_and_divide_the_batch():
+    training = TrainingSpec(global_batch=12, seq_len=8)
+    grids = list(enumerate_grids(Topology(cluster(4, 4)), training, max_stages=4, max_ranks_per_stage=4))
+    assert len(set(grids)) == len(grids)
+    for grid in grids:
+        assert grid.num_stages * grid.num_ranks * grid.num_replicas == 8
+        assert grid.num_replicas * grid.micro_batch * grid.num_micro_batches == 12
+        assert grid.num_stages <= 4 >= grid.num_ranks
+    assert {(g.num_stages, g.num_ranks) for g in grids} == {(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)}
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
