@@ -83,7 +83,9 @@ def read_json(path: Path, what: str) -> object:
         raise BadInputError(f"{what} {path} does not exist. Check the path.") from None
     except IsADirectoryError:
         raise BadInputError(f"{what} {path} is a folder, a JSON file is needed.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise BadInputError(f"{what} {path} is not valid JSON: it is nested too deeply.") from None
+    except ValueError as error:  # bad syntax, bad UTF-8, numbers of thousands of digits
         raise BadInputError(f"{what} {path} is not valid JSON: {error}.") from None
     except OSError as error:
         raise BadInputError(f"{what} {path} cannot be read: {error.strerror}.") from None
