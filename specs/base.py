@@ -71,7 +71,9 @@ def first_problem(error: ValidationError) -> str:
     first = problems[0]
     place = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    more = f" ({len(problems) - 1} more like it)" if len(problems) > 1 else ""
+    # A bad element makes pydantic call its list too short as well: that is no second problem.
+    others = [p for p in problems[1:] if not (p["type"] == "too_short" and p["loc"] == first["loc"][: len(p["loc"])])]
+    more = f" ({len(others)} more like it)" if others else ""
     return f"{place}: {message}{more}" if place else f"{message}{more}"
 
 

@@ -242,6 +242,12 @@ class Plan(Document):
     @model_validator(mode="after")
     def _is_executable(self) -> Self:
         chain = self.model.modules()
+        limit = self.model.max_positions
+        if limit is not None and self.training.seq_len > limit:
+            raise ValueError(
+                f"seq_len {self.training.seq_len} is longer than the {limit} positions that model {self.model.name} "
+                f"states. Use at most {limit}, or a model file with a larger max_positions"
+            )
         for number, pipeline in enumerate(self.pipelines):
             _check_pipeline(pipeline, chain, self.training.seq_len, f"pipeline {number}")
         _check_replicas(self)
@@ -327,10 +333,10 @@ def _check_replicas(plan: Plan) -> None:
                 f"replica {number} takes {replica.sequences} sequences per step, not a multiple of its micro-batch "
                 f"{pipeline.micro_batch}"
             )
-        twice = seen.intersection(replica.ranks)
-        if twice:
-            raise ValueError(f"rank {min(twice)} belongs to two replicas")
-        seen.update(replica.ranks)
+        for rank in replica.ranks:
+            if rank in seen:
+                raise ValueError(f"rank {rank} has two places, the second in replica {number}; each rank has one")
+            seen.add(rank)
     share = sum(replica.sequences for replica in plan.replicas)
     if share != plan.training.global_batch:
         raise ValueError(
@@ -339,6 +345,9 @@ def _check_replicas(plan: Plan) -> None:
     outside = [rank for rank in seen if not 0 <= rank < plan.cluster.num_devices]
     if outside:
         raise ValueError(f"rank {min(outside)} is outside the cluster's {plan.cluster.num_devices} devices")
+    missing = seen.intersection(plan.cluster.missing)
+    if missing:
+        raise ValueError(f"rank {min(missing)} is missing in the cluster. Plan again for the devices that are left")
 
 
 def aligned_token_cuts(stage: Stage, model: ModelSpec, micro_batch: int, seq_len: int) -> Cuts | None:
