@@ -57,6 +57,16 @@ class CostModel(Protocol):
         """Memory per rank that is never available to tensors (context, communicator buffers, allocator slack)."""
         ...
 
+    @property
+    def estimated(self) -> bool:
+        """Whether any number comes from other machines than the one at hand."""
+        ...
+
+    @property
+    def jitter(self) -> float:
+        """Standard deviation over mean of one module's time on one rank, independent between ranks; 0 if unknown."""
+        ...
+
     def module(
         self,
         module: Module,
@@ -75,8 +85,14 @@ class CostModel(Protocol):
         """
         ...
 
-    def collective(self, op: CollectiveOp, *, num_ranks: int, payload_bytes: int, level: LinkLevel) -> float:
-        """A collective alone; `payload_bytes` of the whole (gathered) tensor.  One rank or no bytes: 0."""
+    def collective(
+        self, op: CollectiveOp, *, num_ranks: int, payload_bytes: int, level: LinkLevel, ranks_per_domain: int = 1
+    ) -> float:
+        """A collective alone; `payload_bytes` of the whole (gathered) tensor.  One rank or no bytes: 0.
+
+        `ranks_per_domain`: members of a group of level `scale_out` that share a scale-up domain; they use their
+        network links side by side.
+        """
         ...
 
     def optimizer(self, num_elements: int) -> float:

@@ -1,0 +1,201 @@
+"""Costs from shipped device data: datasheet peaks times published efficiencies, everything marked estimated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+from cost_models.collectives import scale_out_seconds, scale_up_seconds
+from cost_models.flops import ATTENTION_BACKWARD_RATIO, score_flop
+from cost_models.interface import ModuleCost
+from cost_models.kernels import Work, backward_work, forward_work
+from cost_models.memory import ACTIVATION_BYTES, activation_bytes, working_bytes
+from cost_models.share import Share
+from cost_models.stacks import Stack, stack
+from specs.cluster import ClusterSpec, Device, LinkLevel, Precision
+from specs.errors import BadInputError
+from specs.layout import Interval
+from specs.model import Embedding, Head, Module
+from specs.plan import Recompute, TrainingSpec
+from specs.profile import CollectiveOp, StepOverhead
+
+_DATA = Path(__file__).parent / "data" / "device_efficiency.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What a device reaches of its datasheet peaks; rates are fractions, times seconds."""
+
+    matrix_efficiency: dict[Precision, float]
+    attention_forward_efficiency: float
+    attention_backward_efficiency: float
+    memory_efficiency: float
+    kernel_seconds: float
+    collective_curves: str | None
+    scale_up_efficiency: float
+    scale_out_efficiency: float
+    source: str
+
+
+@cache
+def efficiencies() -> dict[str, Efficiency]:
+    """Shipped data by device name."""
+    return {name: Efficiency(**entry) for name, entry in json.loads(_DATA.read_text(encoding="utf-8")).items()}
+
+
+class DeviceCosts:
+    """A `CostModel` over datasheets and published curves, for one cluster, precision and software stack."""
+
+    def __init__(self, cluster: ClusterSpec, training: TrainingSpec, stack_name: str) -> None:
+        """Raises `BadInputError` for a device without shipped data or without the precision, or unlike devices."""
+        names = sorted({group.device for group in cluster.nodes})
+        if len(names) > 1:
+            raise BadInputError(
+                f"cluster {cluster.name} has unlike devices ({', '.join(names)}); estimates from shipped data need one "
+                "kind. Profile the cluster (plait profile) and pass --profile."
+            )
+        self._device: Device = cluster.devices[names[0]]
+        known = efficiencies()
+        if self._device.name not in known:
+            raise BadInputError(
+                f"no shipped data for the device {self._device.name!r} (there is for {', '.join(known)}). "
+                "Profile the cluster (plait profile) and pass --profile."
+            )
+        self._efficiency = known[self._device.name]
+        self._precision = training.precision
+        for table in (self._efficiency.matrix_efficiency, self._device.peak_flop_per_second):
+            if self._precision not in table:
+                raise BadInputError(
+                    f"{self._device.name} has no shipped data for {self._precision} "
+                    f"(it has {', '.join(sorted(table))}). Choose another --precision, or profile the cluster."
+                )
+        self._links = cluster.links
+        self._domain = max(group.devices_per_node for group in cluster.nodes)
+        self._stack: Stack = stack(stack_name)
+        self.module = lru_cache(maxsize=65536)(self._module)
+
+    @property
+    def overhead(self) -> StepOverhead:
+        return self._stack.overhead
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._stack.reserved_bytes
+
+    @property
+    def estimated(self) -> bool:
+        return True
+
+    @property
+    def jitter(self) -> float:
+        return self._stack.jitter
+
+    def _module(
+        self,
+        module: Module,
+        *,
+        degree: int,
+        block_tokens: int,
+        seq_len: int,
+        recompute: Recompute,
+        level: LinkLevel,
+        units: Interval | None = None,
+    ) -> ModuleCost:
+        """Roofline by kernel; recomputation repeats the forward pass or its attention scores."""
+        share = Share.of(module, degree, block_tokens, units)
+        size = ACTIVATION_BYTES[self._precision]
+        scores = score_flop(module, block_tokens, seq_len, share.units)
+        rate = self._device.peak_flop_per_second[self._attention_precision]
+        score_forward = scores / (rate * self._efficiency.attention_forward_efficiency)
+        score_backward = ATTENTION_BACKWARD_RATIO * scores / (rate * self._efficiency.attention_backward_efficiency)
+        forward = self._seconds(forward_work(module, share, size)) + score_forward
+        backward = self._seconds(backward_work(module, share, size)) + score_backward
+        forward_communication, backward_communication = self._communication(module, degree, block_tokens, level)
+        if recompute == "full":
+            backward += forward
+            backward_communication += forward_communication
+        elif recompute == "selective":
+            backward += score_forward
+        return ModuleCost(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            forward_communication_seconds=forward_communication,
+            backward_communication_seconds=backward_communication,
+            activation_bytes=activation_bytes(module, share, self._precision, recompute),
+            working_bytes=working_bytes(module, share, self._precision, recompute),
+            estimated=True,
+        )
+
+    @property
+    def _attention_precision(self) -> Precision:
+        """Attention is computed in bf16 when matrices are in fp8."""
+        return "bf16" if self._precision == "fp8" else self._precision
+
+    def _seconds(self, work: Work) -> float:
+        """# t = F / (e P) + bytes / (e_m B) + kernels x launch      a sum, not a maximum: kernels follow each other
+        #   F matrix operations, P peak, B memory bytes/s, e what large shapes reach of them
+        """
+        rate = self._device.peak_flop_per_second[self._precision] * self._efficiency.matrix_efficiency[self._precision]
+        memory = self._device.memory_bytes_per_second * self._efficiency.memory_efficiency
+        return (
+            work.matrix_flop / rate
+            + (work.matrix_bytes + work.traffic_bytes) / memory
+            + work.num_kernels * self._efficiency.kernel_seconds
+        )
+
+    def _communication(self, module: Module, degree: int, block_tokens: int, level: LinkLevel) -> tuple[float, float]:
+        """Exposed seconds in (forward, backward): gather and scatter, and in backward the input's second gather."""
+        if degree == 1:
+            return 0.0, 0.0
+        payload = block_tokens * module.hidden * ACTIVATION_BYTES[self._precision]
+
+        def seconds(op: CollectiveOp) -> float:
+            return self.collective(
+                op, num_ranks=degree, payload_bytes=payload, level=level, ranks_per_domain=self._domain
+            )
+
+        gather, scatter = seconds("all_gather"), seconds("reduce_scatter")
+        exposed = 1.0 - self._stack.tensor_overlap
+        if isinstance(module, Embedding):
+            return exposed * scatter, exposed * gather
+        if isinstance(module, Head):
+            return exposed * (gather + scatter), 0.0
+        return exposed * (gather + scatter), exposed * (2.0 * gather + scatter)
+
+    def collective(
+        self, op: CollectiveOp, *, num_ranks: int, payload_bytes: int, level: LinkLevel, ranks_per_domain: int = 1
+    ) -> float:
+        """From a published curve inside a domain, hierarchical over several, from link rates where no curve exists."""
+        if num_ranks <= 1 or payload_bytes <= 0:
+            return 0.0
+        efficiency = self._efficiency
+        up = self._links["scale_up"]
+        if level == "scale_up":
+            return scale_up_seconds(
+                efficiency.collective_curves, up, efficiency.scale_up_efficiency, op, num_ranks, payload_bytes
+            )
+        return scale_out_seconds(
+            efficiency.collective_curves,
+            up,
+            efficiency.scale_up_efficiency,
+            self._links["scale_out"],
+            efficiency.scale_out_efficiency,
+            op,
+            num_ranks,
+            payload_bytes,
+            ranks_per_domain,
+        )
+
+    def optimizer(self, num_elements: int) -> float:
+        """# bytes moved per element / memory rate: read and write weight master, two moments, read gradient twice
+        #   (once for the norm)
+        """
+        memory = self._device.memory_bytes_per_second * self._efficiency.memory_efficiency
+        return num_elements * self._stack.optimizer_bytes_per_element / memory
+
+    def exposed_gradient_sync(self, seconds: float, backward_seconds: float) -> float:
+        """What the stack's overlap leaves: a share is never hidden, the rest hides behind one backward pass."""
+        hidden = min(self._stack.gradient_overlap * seconds, backward_seconds * self._stack.gradient_overlap)
+        return seconds - hidden

@@ -1,0 +1,68 @@
+"""Floating-point operations of a module's forward pass on one rank; backward takes twice the matrix products."""
+
+from __future__ import annotations
+
+from specs.layout import Interval, balanced_cuts, interval_of, kv_groups_of
+from specs.model import Attention, Embedding, Head, Mlp, Module, Moe, num_units
+
+# Attention's scores and their product with the values: backward recomputes the scores and forms four products
+# where forward forms two, so 5 / 2.  [FlashAttention-2, arXiv 2307.08691, section 4.1]
+ATTENTION_BACKWARD_RATIO = 2.5
+
+
+def largest_units(module: Module, degree: int) -> Interval:
+    """The largest interval of an even cut, the one that the block's other ranks wait for."""
+    units = num_units(module)
+    cuts = balanced_cuts(units, degree)
+    return max((interval_of(cuts, part) for part in range(degree)), key=lambda interval: interval.size)
+
+
+def local_kv_heads(module: Attention, heads: Interval) -> int:
+    """KV heads that a rank with these query heads computes; one shared with a neighbour counts on both."""
+    return kv_groups_of(heads, module.num_heads, module.num_kv_heads).size
+
+
+def routed_tokens(module: Moe, block_tokens: int, experts: Interval) -> float:
+    """Token copies that a rank's experts receive when the router is balanced."""
+    return block_tokens * module.experts_per_token * experts.size / module.num_experts
+
+
+def matrix_flop(module: Module, block_tokens: int, units: Interval) -> float:
+    """Forward matrix products with weights, one rank.
+
+    # 2 x tokens x rows x columns for each weight matrix that the rank holds
+    """
+    hidden = module.hidden
+    match module:
+        case Embedding():
+            return 0.0
+        case Attention():
+            rows = (2 * units.size + 2 * local_kv_heads(module, units)) * module.head_dim
+            return 2.0 * block_tokens * hidden * rows
+        case Mlp():
+            return 2.0 * block_tokens * hidden * units.size * (3 if module.gated else 2)
+        case Moe():
+            routed = 2.0 * routed_tokens(module, block_tokens, units) * hidden * module.expert_ffn * 3
+            shared_columns = module.shared_ffn * units.size / module.num_experts
+            router = 2.0 * block_tokens * hidden * module.num_experts
+            return routed + router + 2.0 * block_tokens * hidden * shared_columns * 3
+        case Head():
+            return 2.0 * block_tokens * hidden * units.size
+
+
+def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval, *, causal: bool = True) -> float:
+    """Forward products of attention without weights (scores, and scores times values), one rank.
+
+    # 4 x tokens x s x head_dim x heads, halved by the causal mask; a window w < s leaves s w - w^2 / 2 pairs
+    #   s sequence length.  Leaves out the diagonal's other half, 1 / s.
+    """
+    if not isinstance(module, Attention):
+        return 0.0
+    window = seq_len if module.window is None else min(module.window, seq_len)
+    pairs_per_token = window - window * window / (2.0 * seq_len) if causal else float(seq_len)
+    return 4.0 * block_tokens * pairs_per_token * module.head_dim * units.size
+
+
+def forward_flop(module: Module, *, block_tokens: int, seq_len: int, units: Interval, causal: bool = True) -> float:
+    """All counted operations of a forward pass on a rank that holds `units` of a block with `block_tokens` tokens."""
+    return matrix_flop(module, block_tokens, units) + score_flop(module, block_tokens, seq_len, units, causal=causal)

@@ -1,0 +1,176 @@
+"""Costs from a profile: what was measured, interpolated in tokens and bytes, and nothing else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+
+from cost_models.flops import forward_flop, largest_units, score_flop
+from cost_models.interface import ModuleCost
+from cost_models.interpolate import log_log
+from cost_models.memory import activation_bytes, working_bytes
+from cost_models.share import Share
+from specs.cluster import ClusterSpec, LinkLevel, Precision
+from specs.errors import BadInputError
+from specs.layout import Interval
+from specs.model import Module
+from specs.plan import Recompute, TrainingSpec
+from specs.profile import CollectiveOp, ModuleTiming, Profile, StepOverhead
+
+# Tokens may lie this far outside the measured range; the time is then in proportion and marked estimated.
+MAX_EXTRAPOLATION = 2.0
+GPU_RESERVED_BYTES = 2 * 2**30  # context, communicators, allocator slack: see docs/cost-models.md
+
+_Key = tuple[Module, int, int, Precision]
+
+
+class MeasuredCosts:
+    """A `CostModel` over a profile, for one training specification and cluster."""
+
+    def __init__(self, profile: Profile, training: TrainingSpec, cluster: ClusterSpec) -> None:
+        """Raises `BadInputError` when the profile is of other devices than the cluster has."""
+        profiled = sorted({group.device for group in profile.cluster.nodes})
+        wanted = sorted({group.device for group in cluster.nodes})
+        if profiled != wanted:
+            raise BadInputError(
+                f"the profile was measured on {', '.join(profiled)}, the cluster {cluster.name} has "
+                f"{', '.join(wanted)}. Profile that cluster (plait profile), or plan without --profile."
+            )
+        self._profile = profile
+        self._training = training
+        self._on_gpu = any(device.kind == "gpu" for device in cluster.devices.values())
+        self._modules: defaultdict[_Key, list[ModuleTiming]] = defaultdict(list)
+        for timing in profile.modules:
+            self._modules[timing.module, timing.degree, timing.seq_len, timing.precision].append(timing)
+        for timings in self._modules.values():
+            timings.sort(key=lambda timing: timing.block_tokens)
+        curves: defaultdict[tuple[CollectiveOp, int, LinkLevel], list[tuple[int, float]]] = defaultdict(list)
+        for collective in profile.collectives:
+            key = (collective.op, collective.num_ranks, collective.level)
+            curves[key].append((collective.payload_bytes, collective.timing.mean_seconds))
+        self._collectives = {key: sorted(points) for key, points in curves.items()}
+        self._optimizer = sorted((timing.num_elements, timing.timing.mean_seconds) for timing in profile.optimizer)
+
+    @property
+    def overhead(self) -> StepOverhead:
+        return self._profile.overhead
+
+    @property
+    def reserved_bytes(self) -> int:
+        return GPU_RESERVED_BYTES if self._on_gpu else 0
+
+    @property
+    def estimated(self) -> bool:
+        return False
+
+    @property
+    def jitter(self) -> float:
+        return median(timing.forward.std_seconds / timing.forward.mean_seconds for timing in self._profile.modules)
+
+    def module(
+        self,
+        module: Module,
+        *,
+        degree: int,
+        block_tokens: int,
+        seq_len: int,
+        recompute: Recompute,
+        level: LinkLevel,
+        units: Interval | None = None,
+    ) -> ModuleCost:
+        """Interpolated in `block_tokens`; a rank with another number of units than the largest even share computes
+        in proportion.  Full recomputation repeats the forward pass with its communication, selective its share of
+        attention scores.
+        """
+        timings = self._timings(module, degree, seq_len)
+        if level == "scale_out" and degree > 1 and self._profile.cluster.num_nodes == 1:
+            raise BadInputError(
+                f"{module.kind} at degree {degree} spans several nodes, the profile was measured on one node. "
+                "Profile at least two nodes (torchrun ... plait profile) or limit the degree to one node."
+            )
+        tokens = [float(timing.block_tokens) for timing in timings]
+        low, high = tokens[0] / MAX_EXTRAPOLATION, tokens[-1] * MAX_EXTRAPOLATION
+        if not low <= block_tokens <= high:
+            raise BadInputError(
+                f"{module.kind} at degree {degree}: a block of {block_tokens} tokens was not measured, the profile has "
+                f"{timings[0].block_tokens} to {timings[-1].block_tokens}. Run plait profile with that micro-batch, or "
+                "choose a micro-batch inside the measured range."
+            )
+
+        def at(values: list[float]) -> float:
+            if block_tokens < tokens[0]:
+                return values[0] * block_tokens / tokens[0]
+            return log_log(tokens, [max(value, 1e-9) for value in values], block_tokens)
+
+        even = largest_units(module, degree)
+        own = even if units is None else units
+        share = own.size / even.size
+        forward_communication = at([timing.forward_communication for timing in timings]) if degree > 1 else 0.0
+        backward_communication = at([timing.backward_communication for timing in timings]) if degree > 1 else 0.0
+        forward = max(0.0, at([timing.forward.mean_seconds for timing in timings]) - forward_communication) * share
+        backward = max(0.0, at([timing.backward.mean_seconds for timing in timings]) - backward_communication) * share
+        if recompute == "full":
+            backward += forward
+            backward_communication += forward_communication
+        elif recompute == "selective":
+            scores = score_flop(module, block_tokens, seq_len, own)
+            backward += (
+                forward * scores / max(forward_flop(module, block_tokens=block_tokens, seq_len=seq_len, units=own), 1.0)
+            )
+        part, precision = Share.of(module, degree, block_tokens, own), self._training.precision
+        return ModuleCost(
+            forward_seconds=forward,
+            backward_seconds=backward,
+            forward_communication_seconds=forward_communication,
+            backward_communication_seconds=backward_communication,
+            activation_bytes=activation_bytes(module, part, precision, recompute),
+            working_bytes=working_bytes(module, part, precision, recompute),
+            estimated=not tokens[0] <= block_tokens <= tokens[-1],
+        )
+
+    def _timings(self, module: Module, degree: int, seq_len: int) -> list[ModuleTiming]:
+        timings = self._modules.get((module, degree, seq_len, self._training.precision))
+        if timings is None:
+            same = sorted({d for m, d, s, p in self._modules if m == module and s == seq_len})
+            known = f"degrees {same}" if same else "no such shape"
+            raise BadInputError(
+                f"the profile has no timing of {_shape(module)} at degree {degree}, sequence length {seq_len}, "
+                f"{self._training.precision} (it has {known} at that length). Run plait profile --model with this "
+                f"model, --seq-len {seq_len}, and enough ranks for degree {degree}."
+            )
+        return timings
+
+    def collective(
+        self, op: CollectiveOp, *, num_ranks: int, payload_bytes: int, level: LinkLevel, ranks_per_domain: int = 1
+    ) -> float:
+        """Interpolated log-log in bytes for exactly this operation, group size and level."""
+        del ranks_per_domain  # the measured group had the cluster's own placement
+        if num_ranks <= 1 or payload_bytes <= 0:
+            return 0.0
+        points = self._collectives.get((op, num_ranks, level))
+        if points is None:
+            measured = sorted({n for o, n, lv in self._collectives if o == op and lv == level})
+            raise BadInputError(
+                f"the profile has no {op} over {num_ranks} ranks at level {level} (it has group sizes {measured}). "
+                f"Run plait profile on at least {num_ranks} ranks."
+            )
+        sizes, seconds = zip(*points, strict=True)
+        return log_log(sizes, seconds, payload_bytes)
+
+    def optimizer(self, num_elements: int) -> float:
+        """Interpolated log-log in elements; below the smallest measured its time, above in proportion."""
+        if num_elements <= 0:
+            return 0.0
+        return log_log(
+            [float(n) for n, _ in self._optimizer], [seconds for _, seconds in self._optimizer], num_elements
+        )
+
+    def exposed_gradient_sync(self, seconds: float, backward_seconds: float) -> float:
+        """All of it: the executor reduces gradients after the last backward pass."""
+        del backward_seconds
+        return seconds
+
+
+def _shape(module: Module) -> str:
+    sizes = {k: v for k, v in module.model_dump().items() if isinstance(v, int) and not isinstance(v, bool)}
+    return f"{module.kind} ({', '.join(f'{name} {size}' for name, size in sizes.items())})"

@@ -1,0 +1,259 @@
+"""Bytes per rank: weights, gradients, optimizer, activations kept for backward, and working memory.
+
+The formulas describe this project's executor.  A module's input chunk stays on its rank and is gathered again in
+backward, so that what grows with the block is only what is cut by its degree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cost_models.buckets import BUCKET_ELEMENTS, Holdings, Member, holdings
+from cost_models.flops import largest_units, local_kv_heads, routed_tokens
+from cost_models.share import Share
+from specs.cluster import Precision
+from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
+from specs.model import Attention, Embedding, Head, Mlp, Module, Moe
+from specs.plan import MemoryTerms, ModulePlacement, Pipeline, Plan, Recompute, Stage
+from specs.schedule import num_in_flight, stage_actions
+from specs.tensors import local_num_elements, local_rows, tensors_of
+
+WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
+ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
+GRADIENT_BYTES = 4  # summed over micro-batches in fp32
+MOMENT_BYTES = 8  # AdamW's two moments in fp32
+MASTER_BYTES = 4  # fp32 copy of weights that are kept in a shorter type
+LOG_SUM_EXP_BYTES = 4
+MAX_LOGIT_ELEMENTS = 2**26  # the head computes its logits in pieces of this size
+TOKEN_ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBytes:
+    """What a rank holds of one module all the time."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def _state_bytes(precision: Precision) -> int:
+    """Optimizer bytes per element that a rank owns."""
+    return MOMENT_BYTES + (MASTER_BYTES if WEIGHT_BYTES[precision] < MASTER_BYTES else 0)
+
+
+@lru_cache(maxsize=65536)
+def static_bytes(
+    module: Module, *, degree: int, num_copies: int, precision: Precision, zero: int, units: Interval | None = None
+) -> StaticBytes:
+    """One module that lies in `num_copies` equal blocks of `degree` evenly cut ranks: the form the search needs.
+
+    `units`: the rank's own, None for the largest share.
+
+    # weights w N, gradients 4 N, optimizer (8 + 4 [w < 4]) N / n
+    #   N local elements, w bytes of the compute type; n owners of each interval, 1 without optimizer sharding,
+    #   else the copies, times the ranks of a block for what all of them hold (norms) or share (KV heads)
+    """
+    own = largest_units(module, degree) if units is None else units
+    held, owned = 0, 0.0
+    for tensor in tensors_of(module):
+        width = max(tensor.cols, 1)
+        rows = local_rows(module, tensor, own)
+        held += rows.size * width
+        if not zero:
+            owned += rows.size * width
+        elif tensor.cut == "whole":
+            owned += rows.size * width / (num_copies * degree)
+        elif tensor.cut == "kv":
+            assert isinstance(module, Attention)
+            groups = kv_groups_of(own, module.num_heads, module.num_kv_heads)
+            for group in range(groups.start, groups.stop):
+                owned += tensor.rows_per_unit * width / (num_copies * _kv_holders(module, group, degree))
+        else:
+            owned += rows.size * width / num_copies
+    return StaticBytes(held * WEIGHT_BYTES[precision], held * GRADIENT_BYTES, round(owned * _state_bytes(precision)))
+
+
+def _kv_holders(module: Attention, group: int, degree: int) -> int:
+    """Ranks of an evenly cut block whose query heads read a KV head."""
+    per_group = module.num_heads // module.num_kv_heads
+    first, last = group * per_group, (group + 1) * per_group - 1
+    # rank of head h in a balanced cut: the largest i with i * heads // degree <= h
+    return ((last + 1) * degree - 1) // module.num_heads - ((first + 1) * degree - 1) // module.num_heads + 1
+
+
+@lru_cache(maxsize=65536)
+def activation_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
+    """Bytes kept from forward to backward of one micro-batch on one rank.
+
+    # attention  a (2 c h + T (2 q + 2 k) d) + 4 T q       mlp        a (2 c h + (3 | 2) T f)
+    # head       a (2 c h + v h)                           embedding  8 T
+    # full recompute: a c h.  selective: attention without its output and log-sum-exp, mlp without its product
+    #   c tokens of the rank's chunk, T tokens of its block, h hidden, d head_dim, a bytes of an activation;
+    #   q query heads, k KV heads, f columns (3 gated, 2 not), v vocabulary rows on this rank.  The head keeps its
+    #   input and the finished gradients of input and weight instead of logits.
+    """
+    size, block_tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
+    chunk = size * share.chunk_tokens * module.hidden
+    if isinstance(module, Embedding):
+        return TOKEN_ID_BYTES * block_tokens
+    if recompute == "full":
+        return chunk
+    selective = recompute == "selective"
+    match module:
+        case Attention():
+            heads = (1 if selective else 2) * units.size + 2 * local_kv_heads(module, units)
+            log_sum_exp = 0 if selective else LOG_SUM_EXP_BYTES * block_tokens * units.size
+            return 2 * chunk + size * block_tokens * heads * module.head_dim + log_sum_exp
+        case Mlp():
+            return 2 * chunk + size * block_tokens * units.size * (1 + module.gated + (not selective))
+        case Moe():
+            tokens = routed_tokens(module, block_tokens, units)
+            columns = 3 * (
+                tokens * module.expert_ffn + block_tokens * module.shared_ffn * units.size / module.num_experts
+            )
+            router = 4 * block_tokens * module.num_experts
+            return 2 * chunk + round(size * (2 * tokens * module.hidden + columns)) + router
+        case Head():
+            return 2 * chunk + size * units.size * module.hidden
+
+
+@lru_cache(maxsize=65536)
+def working_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
+    """Extra bytes at the peak of a module's own computing, beyond what is kept for backward.
+
+    # backward: gathered input and gathered output gradient (2 T h in a block of several), gradients of the inner
+    # tensors and of the weights, and with recomputation the tensors that it brings back
+    # head (in forward): gathered input and its gradient, and a piece of logits in a, 4 and a bytes
+    """
+    size, block_tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
+    gathered = size * module.hidden * (2 * block_tokens if share.degree > 1 else share.chunk_tokens)
+    weights = size * local_num_elements(module, units)
+    match module:
+        case Embedding():
+            return size * block_tokens * module.hidden + weights
+        case Attention():
+            inner = size * block_tokens * (2 * units.size + 2 * local_kv_heads(module, units)) * module.head_dim
+        case Mlp():
+            inner = size * block_tokens * units.size * (3 if module.gated else 2)
+        case Moe():
+            tokens = routed_tokens(module, block_tokens, units)
+            inner = round(size * tokens * (2 * module.hidden + 3 * module.expert_ffn))
+        case Head():
+            piece = min(block_tokens, max(1, MAX_LOGIT_ELEMENTS // units.size))
+            inner = piece * units.size * (2 * size + 4)
+    kept = activation_bytes(module, share, precision, recompute)
+    return gathered + inner + weights + activation_bytes(module, share, precision) - kept
+
+
+def in_flight(pipeline: Pipeline, stage: int, num_micro_batches: int) -> int:
+    """Micro-batches whose activations a stage holds at its peak."""
+    return _in_flight(pipeline.schedule, stage, len(pipeline.stages), num_micro_batches)
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
+    assert schedule in ("1f1b", "gpipe")
+    return num_in_flight(
+        stage_actions(
+            "1f1b" if schedule == "1f1b" else "gpipe",
+            stage=stage,
+            num_stages=num_stages,
+            num_micro_batches=num_micro_batches,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleGroup:
+    """Equal modules, equally placed, of one stage."""
+
+    module: Module
+    placement: ModulePlacement
+    count: int
+
+
+def module_groups(stage: Stage, chain: Mapping[str, Module]) -> list[ModuleGroup]:
+    """A stage's modules with equal ones counted once, in order of first appearance."""
+    groups: dict[tuple[object, ...], ModuleGroup] = {}
+    for placement in stage.modules:
+        module = chain[placement.module]
+        key = (id(module), placement.blocks, placement.cuts, placement.recompute, placement.zero)
+        known = groups.get(key)
+        groups[key] = ModuleGroup(module, placement, known.count + 1 if known else 1)
+    return list(groups.values())
+
+
+def share_of(placement: ModulePlacement, module: Module, rank: int, chunk_cuts: Cuts) -> Share:
+    """A stage's rank seen from one of its modules."""
+    block, _ = block_of(placement.blocks, rank)
+    start, stop = block_starts(placement.blocks)[block : block + 2]
+    return Share(
+        degree=stop - start,
+        chunk_tokens=chunk_cuts[rank + 1] - chunk_cuts[rank],
+        block_tokens=chunk_cuts[stop] - chunk_cuts[start],
+        units=placement.units_of(rank, module),
+    )
+
+
+class PlanMemory:
+    """Memory of every rank of a plan, from one reading of its buckets."""
+
+    def __init__(self, plan: Plan, held: Holdings, replicas_of: Mapping[int, int], *, reserved_bytes: int) -> None:
+        """`replicas_of`: replicas of each pipeline."""
+        self._plan = plan
+        self._chain = dict(plan.model.modules())
+        self._reserved_bytes = reserved_bytes
+        self._held: defaultdict[Member, int] = defaultdict(int)
+        self._gathered: defaultdict[Member, int] = defaultdict(int)
+        self.owned: defaultdict[Member, float] = defaultdict(float)
+        self._copied = held.copied
+        for bucket in held.buckets:
+            owners = sum(replicas_of[pipeline] for pipeline, _, _ in bucket.members)
+            for member in bucket.members:
+                self._held[member] += bucket.num_elements
+                self.owned[member] += bucket.num_elements / (owners if bucket.zero else 1)
+                if bucket.zero and owners > 1:
+                    largest = min(bucket.num_elements, BUCKET_ELEMENTS)
+                    self._gathered[member] = max(self._gathered[member], largest)
+
+    def stage(self, pipeline: int, stage: int) -> list[MemoryTerms]:
+        """Peak bytes of each rank of a stage."""
+        layout = self._plan.pipelines[pipeline]
+        groups = module_groups(layout.stages[stage], self._chain)
+        cuts = layout.stages[stage].chunk_cuts(layout.micro_batch * self._plan.training.seq_len)
+        sequences = max(replica.sequences for replica in self._plan.replicas if replica.pipeline == pipeline)
+        held = in_flight(layout, stage, sequences // layout.micro_batch)
+        return [self._rank((pipeline, stage, rank), groups, cuts, held) for rank in range(len(cuts) - 1)]
+
+    def _rank(self, member: Member, groups: Sequence[ModuleGroup], cuts: Cuts, held: int) -> MemoryTerms:
+        precision = self._plan.training.precision
+        activations = working = 0
+        for group in groups:
+            share = share_of(group.placement, group.module, member[2], cuts)
+            activations += group.count * activation_bytes(group.module, share, precision, group.placement.recompute)
+            working = max(working, working_bytes(group.module, share, precision, group.placement.recompute))
+        weight = WEIGHT_BYTES[precision]
+        return MemoryTerms(
+            weights=(self._held[member] + self._copied.get(member, 0)) * weight,
+            gradients=self._held[member] * GRADIENT_BYTES,
+            optimizer=round(self.owned[member] * _state_bytes(precision)),
+            activations=held * activations,
+            working=working,
+            communication=self._gathered[member] * weight,
+            reserved=self._reserved_bytes,
+        )
+
+
+def rank_memory(plan: Plan, pipeline: int, stage: int, rank: int, *, reserved_bytes: int = 0) -> MemoryTerms:
+    """Peak bytes of the `rank`-th rank of a stage of `plan.pipelines[pipeline]`."""
+    replicas_of = Counter(replica.pipeline for replica in plan.replicas)
+    memory = PlanMemory(plan, holdings(plan), replicas_of, reserved_bytes=reserved_bytes)
+    return memory.stage(pipeline, stage)[rank]

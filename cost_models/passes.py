@@ -1,0 +1,143 @@
+"""One step of one kind of replica: what each stage takes, and how the schedule fits them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cost_models.flops import largest_units, local_kv_heads
+from cost_models.interface import CostModel, ModuleCost
+from cost_models.memory import ACTIVATION_BYTES, ModuleGroup, module_groups, share_of
+from cost_models.pipeline import PipelineTiming, simulate
+from cost_models.topology import ReplicaClass, Topology
+from specs.layout import Cuts, block_of, block_starts
+from specs.model import Attention, Module
+from specs.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StagePass:
+    """One micro-batch on one stage, seconds.  `forward` and `backward` are what the stage takes, with communication,
+    waiting inside blocks, loading and host; the `mean_` parts are computing alone, means over its ranks.
+    `variance` is that of one rank's forward and backward time.
+    """
+
+    forward: float
+    backward: float
+    mean_forward: float
+    mean_backward: float
+    data: float
+    other: float
+    variance: float
+    estimated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPass:
+    """One step of one kind of replica."""
+
+    replica: ReplicaClass
+    num_micro_batches: int
+    stages: tuple[StagePass, ...]
+    timing: PipelineTiming
+
+
+def replica_pass(
+    plan: Plan, costs: CostModel, topology: Topology, chain: Mapping[str, Module], replica: ReplicaClass
+) -> ReplicaPass:
+    pipeline = plan.pipelines[replica.pipeline]
+    num_stages = len(pipeline.stages)
+    stages = tuple(_stage_pass(plan, costs, topology, chain, replica, index) for index in range(num_stages))
+    transfers = [_transfer_seconds(plan, costs, topology, replica, index) for index in range(num_stages - 1)]
+    num_micro_batches = replica.sequences // pipeline.micro_batch
+    timing = simulate(
+        pipeline.schedule,
+        [stage.forward for stage in stages],
+        [stage.backward for stage in stages],
+        transfers,
+        num_micro_batches,
+    )
+    return ReplicaPass(replica, num_micro_batches, stages, timing)
+
+
+def _stage_pass(
+    plan: Plan, costs: CostModel, topology: Topology, chain: Mapping[str, Module], replica: ReplicaClass, index: int
+) -> StagePass:
+    """A module takes a stage as long as its slowest rank needs; what the others wait is communication."""
+    pipeline = plan.pipelines[replica.pipeline]
+    stage = pipeline.stages[index]
+    ranks = topology.stage_ranks(replica, index)
+    start = pipeline.stage_starts()[index]
+    speeds = replica.speeds[start : start + len(ranks)] if replica.speeds else (1.0,) * len(ranks)
+    cuts = stage.chunk_cuts(pipeline.micro_batch * plan.training.seq_len)
+    forward = backward = mean_forward = mean_backward = variance = 0.0
+    estimated = False
+    for group in module_groups(stage, chain):
+        by_rank = _rank_costs(plan, costs, topology, group, ranks, cuts)
+        computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
+        forward += group.count * max(
+            f + c.forward_communication_seconds for (f, _), c in zip(computing, by_rank, strict=True)
+        )
+        backward += group.count * max(
+            b + c.backward_communication_seconds for (_, b), c in zip(computing, by_rank, strict=True)
+        )
+        mean_forward += group.count * sum(f for f, _ in computing) / len(ranks)
+        mean_backward += group.count * sum(b for _, b in computing) / len(ranks)
+        variance += group.count * costs.jitter**2 * max(f * f + b * b for f, b in computing)
+        estimated = estimated or any(cost.estimated for cost in by_rank)
+    reads = index == 0 or any(placement.module == "head" for placement in stage.modules)
+    data = costs.overhead.data_seconds_per_sequence * pipeline.micro_batch if reads else 0.0
+    host = costs.overhead.other_seconds_per_action
+    return StagePass(
+        forward=forward + data + host,
+        backward=backward + host,
+        mean_forward=mean_forward,
+        mean_backward=mean_backward,
+        data=data,
+        other=2.0 * host,
+        variance=variance,
+        estimated=estimated,
+    )
+
+
+def _rank_costs(
+    plan: Plan, costs: CostModel, topology: Topology, group: ModuleGroup, ranks: Sequence[int], cuts: Cuts
+) -> list[ModuleCost]:
+    """Cost of a module on each rank of a stage; equal shares are asked for once."""
+    placement, module = group.placement, group.module
+    starts = block_starts(placement.blocks)
+    levels = [topology.span(ranks[a:b]).level for a, b in pairwise(starts)]
+    known: dict[tuple[object, ...], ModuleCost] = {}
+    result = []
+    for rank in range(len(ranks)):
+        share = share_of(placement, module, rank, cuts)
+        level = levels[block_of(placement.blocks, rank)[0]]
+        kv_heads = local_kv_heads(module, share.units) if isinstance(module, Attention) else 0
+        key = (share.degree, share.block_tokens, share.units.size, kv_heads, level)
+        if key not in known:
+            largest = share.units.size == largest_units(module, share.degree).size
+            known[key] = costs.module(
+                module,
+                degree=share.degree,
+                block_tokens=share.block_tokens,
+                seq_len=plan.training.seq_len,
+                recompute=placement.recompute,
+                level=level,
+                units=None if largest else share.units,
+            )
+        result.append(known[key])
+    return result
+
+
+def _transfer_seconds(plan: Plan, costs: CostModel, topology: Topology, replica: ReplicaClass, index: int) -> float:
+    """A chunk of the smaller stage, its larger neighbour's ranks sending side by side."""
+    pipeline = plan.pipelines[replica.pipeline]
+    here, there = topology.stage_ranks(replica, index), topology.stage_ranks(replica, index + 1)
+    tokens = -(-pipeline.micro_batch * plan.training.seq_len // min(len(here), len(there)))
+    return costs.collective(
+        "point_to_point",
+        num_ranks=2,
+        payload_bytes=tokens * plan.model.hidden * ACTIVATION_BYTES[plan.training.precision],
+        level=topology.span((here[0], there[0])).level,
+    )

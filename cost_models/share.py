@@ -1,0 +1,25 @@
+"""The part of a module that one rank works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_models.flops import largest_units
+from specs.layout import Interval
+from specs.model import Module
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank in a block of `degree` ranks: its own chunk of tokens, the block's gathered tokens, its own units."""
+
+    degree: int
+    chunk_tokens: int
+    block_tokens: int
+    units: Interval
+
+    @staticmethod
+    def of(module: Module, degree: int, block_tokens: int, units: Interval | None = None) -> Share:
+        """Share in an evenly cut block; `units` None: the largest, the one that others wait for."""
+        own = largest_units(module, degree) if units is None else units
+        return Share(degree, -(-block_tokens // degree), block_tokens, own)
