@@ -1,0 +1,172 @@
+"""A plan made ready on one rank: modules, groups, gradient sync, optimizer; one call is one step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from executor.clock import Clock
+from executor.groups import Groups
+from executor.layout import Layout, tensor_holdings
+from executor.modules import BlockModule, HeadModule, StageModule, build_module
+from executor.optimizer import OptimizerOptions, ShardedAdamW
+from executor.pipeline import MicroBatch, PipelineRunner
+from executor.sync import GradientSync, LocalTensor, bucket_layouts
+from executor.weights import initial_values
+from specs.plan import Plan, StepTerms
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Gives the tokens of sequences [first, first + count) of the global batch: [count, seq_len + 1].
+Batch = Callable[[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Mean loss over the global batch (nats per token), gradient norm before clipping, seconds by term here.
+
+    `flags` is the sum over ranks of the flags given to `step`.
+    """
+
+    loss: float
+    gradient_norm: float
+    seconds: dict[str, float]
+    flags: float
+
+
+class Engine:
+    """Training of one plan on one rank.  All ranks must construct it and call its methods together."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: OptimizerOptions,
+        *,
+        device: torch.device,
+        seed: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.layout = Layout(plan, dist.get_rank())
+        self.clock = Clock(device)
+        self.dtype = DTYPES[plan.training.precision] if dtype is None else dtype
+        holdings = tensor_holdings(plan)
+        layouts = bucket_layouts(holdings)
+        self.groups = Groups(self.layout, (bucket.owners for bucket in layouts), device)
+        self.stage = StageModule(
+            [
+                build_module(
+                    module,
+                    self.groups.block(module, self.clock),
+                    chunk=self.layout.chunk,
+                    seq_len=plan.training.seq_len,
+                    dtype=self.dtype,
+                    device=device,
+                )
+                for module in self.layout.modules
+            ]
+        )
+        self.local = _local_tensors(self.stage)
+        self.sync = GradientSync(
+            layouts,
+            self.local,
+            process=self.layout.process,
+            groups=self.groups,
+            clock=self.clock,
+            overlap=device.type == "cuda",  # on gloo the sums would take the cores from backward
+        )
+        self._initialise(seed, {name: entry.tensor.init for name, entry in holdings.items()})
+        self.optimizer = ShardedAdamW(self.sync, options, self.clock)
+        self.runner = PipelineRunner(
+            self.layout,
+            self.stage,
+            self.groups,
+            self.clock,
+            dtype=self.dtype,
+            device=device,
+            before_last_backward=self.sync.begin_last_backward,
+        )
+
+    def _initialise(self, seed: int, inits: dict[str, str]) -> None:
+        for bucket in self.sync.buckets:
+            for piece in bucket.layout.pieces:
+                values = initial_values(
+                    piece.tensor,
+                    piece.elements,
+                    inits[piece.tensor],  # type: ignore[arg-type]
+                    num_layers=self.plan.model.num_layers,
+                    seed=seed,
+                    dtype=bucket.master.dtype,
+                )
+                bucket.weights[piece.offset : piece.offset + piece.elements.size] = values.to(self.device, self.dtype)
+            bucket.reset_master()
+            bucket.publish()
+
+    def _micro_batches(self, batch: Batch) -> Callable[[int], MicroBatch]:
+        pipeline = self.layout.pipeline
+        needs_targets = any(isinstance(module, HeadModule) for module in self.stage.chain)
+
+        def load(index: int) -> MicroBatch:
+            if not (self.layout.is_first_stage or needs_targets):
+                return MicroBatch(None, None)
+            with self.clock.term("data"):
+                first = self.layout.first_sequence + index * pipeline.micro_batch
+                tokens = batch(first, pipeline.micro_batch).to(self.device, non_blocking=True)
+                ids = tokens[:, :-1].reshape(-1) if self.layout.is_first_stage else None
+                targets = tokens[:, 1:].reshape(-1) if needs_targets else None
+            return MicroBatch(ids, targets)
+
+        return load
+
+    @property
+    def _counts_loss(self) -> bool:
+        """One member of each head block counts the block's loss."""
+        last = self.stage.chain[-1]
+        return isinstance(last, HeadModule) and last.block.position == 0
+
+    def step(self, number: int, batch: Batch, *, flag: float = 0.0) -> StepResult:
+        """One optimizer step, `number` from 1 on."""
+        self.clock.start()
+        self.sync.begin_step()
+        scale = 1.0 / self.plan.training.tokens_per_step
+        loss = self.runner.run(self._micro_batches(batch), scale)
+        self.sync.finish()
+        shared = torch.stack((loss.double() * float(self._counts_loss), torch.full_like(loss.double(), flag)))
+        norm, total = self.optimizer.step(number, shared)
+        return StepResult(float(total[0]), norm, self.clock.stop(), float(total[1]))
+
+    def evaluate(self, batch: Batch) -> float:
+        """Mean loss (nats per token) over one global batch, without a step."""
+        loss = self.runner.run(self._micro_batches(batch), 1.0 / self.plan.training.tokens_per_step, train=False)
+        total = loss.double() * float(self._counts_loss)
+        dist.all_reduce(total)
+        return float(total)
+
+
+def _local_tensors(stage: StageModule) -> dict[str, list[LocalTensor]]:
+    """This rank's parameters by global tensor.  Equal copies (tied, cut alike) become one parameter."""
+    local: defaultdict[str, list[LocalTensor]] = defaultdict(list)
+    for module in stage.chain:
+        assert isinstance(module, BlockModule)
+        for attribute, (name, elements) in module.slices.items():
+            same = next((tensor for tensor in local[name] if tensor.elements == elements), None)
+            if same is not None:
+                module.register_parameter(attribute, same.parameter)
+            else:
+                local[name].append(LocalTensor(getattr(module, attribute), elements))
+    return dict(local)
+
+
+def mean_terms(seconds: dict[str, float]) -> StepTerms:
+    """Means over all ranks of each term; a collective."""
+    names = list(StepTerms.model_fields)
+    values = torch.tensor([seconds.get(name, 0.0) for name in names], dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        values = values.cuda()
+    dist.all_reduce(values)
+    return StepTerms(**dict(zip(names, (values / dist.get_world_size()).tolist(), strict=True)))

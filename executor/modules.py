@@ -1,0 +1,246 @@
+"""The modules of a decoder as they lie on one rank: weights cut by the plan, activations by tokens.
+
+Every module maps the residual chunk [own tokens, hidden] to the next one; only the embedding starts from token ids
+and only the head ends in a loss.  Weight tensors come from `specs.tensors`, so memory models see the same table.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from executor.collectives import Block
+from executor.functions import (
+    gated_activation,
+    gather_linear,
+    linear_scatter,
+    recomputed_core,
+    rotate,
+    scatter,
+    vocabulary_cross_entropy,
+)
+from executor.layout import ModuleLayout
+from specs.errors import BadInputError
+from specs.layout import Interval, kv_groups_of
+from specs.model import Attention, Embedding, Head, Mlp, Norm, RopeScaling
+from specs.tensors import local_rows, parameter_name, tensors_of
+
+Tensor = torch.Tensor
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class BlockModule(nn.Module):
+    """A module's weights on one rank.  `slices` gives each parameter's global name and row-major elements."""
+
+    def __init__(self, layout: ModuleLayout, block: Block, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layout = layout
+        self.block = block
+        self.slices: dict[str, tuple[str, Interval]] = {}
+        for tensor in tensors_of(layout.module):
+            rows = local_rows(layout.module, tensor, layout.units)
+            width = max(tensor.cols, 1)
+            value = torch.empty(tensor.shape(rows.size), dtype=dtype, device=device)
+            self.register_parameter(tensor.name, nn.Parameter(value))
+            name = parameter_name(layout.name, layout.module, tensor)
+            self.slices[tensor.name] = (name, Interval(rows.start * width, rows.stop * width))
+
+    def optional(self, name: str) -> Tensor | None:
+        """A tensor that only some models have."""
+        return self._parameters.get(name)
+
+    def normalise(self, x: Tensor, norm: Norm) -> Tensor:
+        """The module's input norm, on the rank's own tokens."""
+        if norm.kind == "layernorm":
+            return F.layer_norm(x, x.shape[-1:], self.norm, self.norm_bias, norm.epsilon)
+        return F.rms_norm(x, x.shape[-1:], self.norm, norm.epsilon)
+
+
+class EmbeddingModule(BlockModule):
+    """Token ids of the micro-batch -> residual chunk."""
+
+    def __init__(
+        self,
+        layout: ModuleLayout,
+        block: Block,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        chunk: Interval,
+        seq_len: int,
+    ) -> None:
+        super().__init__(layout, block, dtype, device)
+        self._positions = torch.arange(chunk.start, chunk.stop, device=device) % seq_len
+
+    def forward(self, ids: Tensor) -> Tensor:
+        own = ids[self.layout.block_tokens.start : self.layout.block_tokens.stop]
+        if self.block.size == 1:
+            x = F.embedding(own, self.weight)
+        else:
+            local = own - self.layout.units.start
+            mine = (local >= 0) & (local < self.layout.units.size)
+            rows = F.embedding(local.clamp(0, self.layout.units.size - 1), self.weight)
+            x = scatter(self.block, rows * mine.unsqueeze(-1).to(rows.dtype))
+        positions = self.optional("positions")
+        return x if positions is None else x + F.embedding(self._positions, positions)
+
+
+@lru_cache(maxsize=16)
+def rope_table(
+    theta: float, scaling: RopeScaling | None, head_dim: int, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [seq_len, head_dim / 2] of position x frequency; frequencies scaled as Llama 3.1 does."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if scaling is not None:
+        turns = scaling.original_positions * frequencies / (2 * math.pi)
+        smooth = (turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
+        smooth = smooth.clamp(0, 1)
+        frequencies = frequencies * (smooth + (1 - smooth) / scaling.factor)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
+    return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
+
+
+class AttentionModule(BlockModule):
+    """Causal self-attention of the block's whole sequences with the rank's own heads."""
+
+    def __init__(
+        self, layout: ModuleLayout, block: Block, dtype: torch.dtype, device: torch.device, *, seq_len: int
+    ) -> None:
+        super().__init__(layout, block, dtype, device)
+        spec = layout.module
+        assert isinstance(spec, Attention)
+        self.spec = spec
+        self._seq_len = seq_len
+        heads, per_group = layout.units, spec.num_heads // spec.num_kv_heads
+        groups = kv_groups_of(heads, spec.num_heads, spec.num_kv_heads)
+        # Whole groups, or one group only: torch repeats KV heads itself; else each query head names its group.
+        aligned = heads.size % groups.size == 0 and (groups.size == 1 or heads.start % per_group == 0)
+        aligned = aligned and (groups.size == 1 or heads.size // groups.size == per_group)
+        index = [head // per_group - groups.start for head in range(heads.start, heads.stop)]
+        self._kv_index = None if aligned else torch.tensor(index, device=device)
+        self._mask = None
+        if spec.window is not None and spec.window < seq_len:
+            distance = torch.arange(seq_len, device=device)
+            distance = distance.unsqueeze(1) - distance.unsqueeze(0)
+            self._mask = (distance >= 0) & (distance < spec.window)
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor, *qk_norms: Tensor) -> Tensor:
+        """[block tokens, heads x width] x 3 -> attention output [block tokens, own heads x width]."""
+        width = self.spec.head_dim
+        q, k, v = (x.view(-1, self._seq_len, x.shape[-1] // width, width).transpose(1, 2) for x in (query, key, value))
+        if qk_norms:
+            q = F.rms_norm(q, (width,), qk_norms[0], self.spec.norm.epsilon)
+            k = F.rms_norm(k, (width,), qk_norms[1], self.spec.norm.epsilon)
+        if self.spec.rope_theta is not None:
+            table = rope_table(
+                self.spec.rope_theta, self.spec.rope_scaling, width, self._seq_len, query.dtype, query.device
+            )
+            q, k = rotate(q, *table), rotate(k, *table)
+        if self._kv_index is not None:
+            k, v = k[:, self._kv_index], v[:, self._kv_index]
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return y.transpose(1, 2).reshape(query.shape[0], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        biases = [self.optional(f"{name}_bias") for name in ("query", "key", "value")]
+        qkv = gather_linear(self.block, self.normalise(x, self.spec.norm), (self.query, self.key, self.value), biases)
+        norms = (self.query_norm, self.key_norm) if self.spec.qk_norm else ()
+        if self.layout.placement.recompute == "selective":
+            y = recomputed_core(self.block, self.core, self.output, *qkv, *norms)
+        else:
+            y = linear_scatter(self.block, self.core(*qkv, *norms), self.output)
+        bias = self.optional("output_bias")
+        return x + y if bias is None else x + (y + bias)
+
+
+class MlpModule(BlockModule):
+    """Feed-forward part with the rank's own columns."""
+
+    def __init__(self, layout: ModuleLayout, block: Block, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout, block, dtype, device)
+        assert isinstance(layout.module, Mlp)
+        self.spec = layout.module
+        self._activation = ACTIVATIONS[self.spec.activation]
+
+    def core(self, *columns: Tensor) -> Tensor:
+        """gate and up (or up alone) [block tokens, own columns] -> activated [block tokens, own columns]."""
+        if self.spec.gated:
+            return gated_activation(self._activation, *columns)
+        return self._activation(*columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        names = ("gate", "up") if self.spec.gated else ("up",)
+        weights = [getattr(self, name) for name in names]
+        biases = [self.optional(f"{name}_bias") for name in names]
+        columns = gather_linear(self.block, self.normalise(x, self.spec.norm), weights, biases)
+        if self.layout.placement.recompute == "selective":
+            y = recomputed_core(self.block, self.core, self.down, *columns)
+        else:
+            y = linear_scatter(self.block, self.core(*columns), self.down)
+        bias = self.optional("down_bias")
+        return x + y if bias is None else x + (y + bias)
+
+
+class HeadModule(BlockModule):
+    """Final norm, vocabulary projection and loss."""
+
+    def __init__(self, layout: ModuleLayout, block: Block, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout, block, dtype, device)
+        assert isinstance(layout.module, Head)
+        self.spec = layout.module
+
+    def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+        own = targets[self.layout.block_tokens.start : self.layout.block_tokens.stop]
+        x = self.normalise(x, self.spec.norm)
+        return vocabulary_cross_entropy(self.block, self.layout.units.start, x, self.weight, own, scale)
+
+
+def build_module(
+    layout: ModuleLayout, block: Block, *, chunk: Interval, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> BlockModule:
+    """The module of a layout, with uninitialised weights.  Raises `BadInputError` for a kind not run yet."""
+    match layout.module:
+        case Embedding():
+            return EmbeddingModule(layout, block, dtype, device, chunk=chunk, seq_len=seq_len)
+        case Attention():
+            return AttentionModule(layout, block, dtype, device, seq_len=seq_len)
+        case Mlp():
+            return MlpModule(layout, block, dtype, device)
+        case Head():
+            return HeadModule(layout, block, dtype, device)
+        case _:
+            raise BadInputError(
+                f"{layout.name} is of kind {layout.module.kind}, which the executor does not train yet; "
+                "it runs embedding, attention, mlp and head. Plans and estimates for this model work."
+            )
+
+
+class StageModule(nn.Module):
+    """A stage's run of modules on one rank: ids or chunk in, chunk or loss out."""
+
+    def __init__(self, modules: list[BlockModule]) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor, targets: Tensor | None, scale: float) -> Tensor:
+        """x: token ids [micro-batch tokens] on the first stage, else the chunk [own tokens, hidden]."""
+        for module in self.chain:
+            arguments = (x, targets, scale) if isinstance(module, HeadModule) else (x,)
+            if module.layout.placement.recompute == "full" and torch.is_grad_enabled():
+                x = checkpoint(module, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = module(*arguments)
+        return x

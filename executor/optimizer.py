@@ -1,0 +1,96 @@
+"""AdamW on the buckets' own segments, clipping by the global norm, warm-up and cosine."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from executor.clock import Clock
+from executor.sync import GradientSync
+from specs.base import Spec
+
+
+class OptimizerOptions(Spec):
+    """What a user may set.  Defaults: GPT-3's betas and clipping (arXiv 2005.14165, appendix B)."""
+
+    learning_rate: PositiveFloat = 3e-3
+    final_fraction: float = Field(0.1, ge=0, le=1)  # of the learning rate, reached at the last step
+    warmup_steps: int = Field(10, ge=0)
+    num_steps: PositiveInt = 100
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: float = Field(0.1, ge=0)
+    max_gradient_norm: PositiveFloat = 1.0
+
+
+def learning_rate(options: OptimizerOptions, step: int) -> float:
+    """Rate of step 1, 2, ...: linear warm-up, then half a cosine down to final_fraction at num_steps."""
+    if step <= options.warmup_steps:
+        return options.learning_rate * step / options.warmup_steps
+    span = max(1, options.num_steps - options.warmup_steps)
+    progress = min(1.0, (step - options.warmup_steps) / span)
+    floor = options.final_fraction
+    return options.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class ShardedAdamW:
+    """torch's AdamW over the flat master segments; each element is counted once in the norm."""
+
+    def __init__(self, sync: GradientSync, options: OptimizerOptions, clock: Clock) -> None:
+        self._sync = sync
+        self._options = options
+        self._clock = clock
+        groups = [
+            {
+                "params": [bucket.master for bucket in sync.buckets if bucket.layout.decay is decay],
+                "weight_decay": options.weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        self.adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            eps=options.epsilon,
+            fused=True,
+        )
+        for bucket in sync.buckets:
+            bucket.master.grad = bucket.own_gradients()
+            # Moments exist from the start, so that a checkpoint of step 0 and the memory of step 1 are complete.
+            self.adam.state[bucket.master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=bucket.master.device),
+                "exp_avg": torch.zeros_like(bucket.master),
+                "exp_avg_sq": torch.zeros_like(bucket.master),
+            }
+
+    def step(self, step: int, shared: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """Clip, update, publish.  `shared` [k] is summed over all ranks in the same collective as the norm.
+
+        Returns the gradient norm before clipping and the summed `shared`.
+        """
+        with self._clock.term("optimizer"):
+            squares = [bucket.writer_gradients().square().sum(dtype=torch.float64) for bucket in self._sync.buckets]
+            total = torch.cat((torch.stack(squares).sum().reshape(1), shared.double()))
+            with self._clock.term("gradient_sync"):
+                dist.all_reduce(total)
+            norm = float(total[0].sqrt())
+            clip = self._options.max_gradient_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            if clip < 1.0:
+                for bucket in self._sync.buckets:
+                    bucket.own_gradients().mul_(clip)
+            for group in self.adam.param_groups:
+                group["lr"] = learning_rate(self._options, step)
+            self.adam.step()
+            for bucket in self._sync.buckets:
+                bucket.reset_weights()
+            self._sync.gather_weights()
+        return norm, total[1:]
+
+    def set_steps(self, step: int) -> None:
+        """Steps already done, for bias correction after a resume."""
+        for state in self.adam.state.values():
+            state["step"].fill_(step)
