@@ -1,14 +1,17 @@
 """Goodput of a plan: tokens per second x renewal factor G x degraded factor X.
 
-G is in `renewal`, X in `degraded`.  `factors_of` needs no plan and takes some tens of microseconds, for a search;
-`factors` reads what it needs from a plan.
+G is in `renewal`, X in `degraded`.  `factors_of` needs no plan and is cheap enough for a search; `factors` reads what
+it needs from a plan.  The policy is the one that works for every layout: after a failure training restarts with as
+many whole replicas as the survivors form, until the repair.  What cutting replicas down would give instead, and
+spares, `plait simulate` says.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from cost_models.degraded import Outstanding, dropped_replicas_factor, outstanding_failures
+from cost_models.degraded import exact_factor, hardware_failures_per_second, outages
 from cost_models.failures import (
     class_rates,
     default_failure_model,
@@ -17,7 +20,8 @@ from cost_models.failures import (
     restart_seconds,
     stall_seconds,
 )
-from cost_models.renewal import renewal_factor, restart_laplace, whole_step_interval
+from cost_models.policies import Geometry, Policy
+from cost_models.renewal import renewal_factor_with_rejoins, restart_laplace, whole_step_interval
 from specs.failures import FailureModel
 from specs.plan import Plan
 from specs.tensors import num_parameters
@@ -25,14 +29,16 @@ from specs.tensors import num_parameters
 # fp32 master weights and two AdamW moments; bf16 weights are made from the master weights on loading.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 
+# When a repaired device comes back: at once by a planned restart, or with the restart after the next failure.
+Rejoin = Literal["at-once", "next-restart"]
+
 
 @dataclass(frozen=True, slots=True)
 class GoodputFactors:
     """What failures leave of a plan's speed, and from what that follows.  Times in seconds.
 
-    `renewal_factor` G and `degraded_factor` X are in (0, 1].  `restart_seconds` is the mean over failure classes
-    of detection + restart + load.  `outstanding` counts
-    the failures that await repair at a random time.
+    `renewal_factor` G and `degraded_factor` X are in [0, 1].  `restart_seconds` is the mean over failure classes of
+    detection + restart + load.  `rejoin` is the better of the two ways to take repaired devices back.
     """
 
     renewal_factor: float
@@ -43,7 +49,7 @@ class GoodputFactors:
     lag_seconds: float
     load_seconds: float
     restart_seconds: float
-    outstanding: Outstanding
+    rejoin: Rejoin
     spare_nodes: int
     state_bytes_per_rank: int
     estimated: bool
@@ -56,6 +62,68 @@ class GoodputFactors:
     @property
     def mean_seconds_between_failures(self) -> float:
         return 1.0 / self.failures_per_second if self.failures_per_second else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Rates and seconds of one job: what `renewal` needs."""
+
+    rates_per_second: tuple[float, ...]
+    stall: float
+    lag: float
+    load: float
+    restart: float
+    downtimes: tuple[float, ...]
+    interval: float
+
+    @property
+    def rate_per_second(self) -> float:
+        return sum(self.rates_per_second)
+
+    @property
+    def mean_downtime(self) -> float:
+        rate = self.rate_per_second
+        if rate == 0.0:
+            return 0.0
+        return sum(r * d for r, d in zip(self.rates_per_second, self.downtimes, strict=True)) / rate
+
+    def renewal(self, *, rejoins_per_second: float = 0.0, interval: float | None = None) -> float:
+        """G with the best interval or a given one."""
+        return renewal_factor_with_rejoins(
+            rate_per_second=self.rate_per_second,
+            rejoins_per_second=rejoins_per_second,
+            work_seconds=interval if interval is not None else self.interval,
+            stall_seconds=self.stall,
+            lag_seconds=self.lag,
+            restart_laplace=restart_laplace(self.rates_per_second, self.downtimes),
+            rejoin_seconds=self.restart + self.load,
+        )
+
+
+def times_of(
+    model: FailureModel, *, num_ranks: int, state_bytes_per_rank: int, step_seconds: float, spares: bool = False
+) -> Times:
+    """Seconds of saving and restarting, and the best interval, for a job of that size.
+
+    `spares`: a lost node is replaced from a pool, which takes `spare_swap_seconds` more.
+    """
+    rates = class_rates(model, num_ranks)
+    stall = stall_seconds(model, state_bytes_per_rank)
+    lag = lag_seconds(model, state_bytes_per_rank, num_ranks)
+    load = load_seconds(model, state_bytes_per_rank, num_ranks)
+    restart = restart_seconds(model, num_ranks)
+    swap = model.restarting.spare_swap_seconds if spares else 0.0
+    downtimes = tuple(
+        item.detect_seconds + restart + load + (swap if item.blast_radius != "none" else 0.0) for item in model.classes
+    )
+    interval = whole_step_interval(
+        rate_per_second=sum(rates),
+        stall_seconds=stall,
+        lag_seconds=lag,
+        step_seconds=float(step_seconds),
+        longest_seconds=model.checkpointing.longest_interval_seconds,
+    )
+    return Times(tuple(rates), stall, lag, load, restart, downtimes, interval)
 
 
 def factors(
@@ -73,6 +141,7 @@ def factors(
         num_ranks=plan.world_size,
         num_replicas=len(plan.replicas),
         devices_per_node=largest_node,
+        ranks_per_group=max(stage.num_ranks for pipeline in plan.pipelines for stage in pipeline.stages),
         step_seconds=step_seconds,
         state_bytes_per_rank=state_bytes_per_rank,
         spare_nodes=(usable - plan.world_size) // largest_node,
@@ -87,56 +156,78 @@ def factors_of(
     devices_per_node: int,
     step_seconds: float,
     state_bytes_per_rank: int,
+    ranks_per_group: int | None = None,
     spare_nodes: int = 0,
     failures: FailureModel | None = None,
 ) -> GoodputFactors:
     """Factors of a layout by its counts: `num_replicas` equal replicas on `num_ranks` ranks.
 
-    A replica that loses a device is left out until the repair, and the others take its share of the batch.  That
-    works for every layout; what cutting the replica down instead would give, `degraded` and `plait simulate` say.
+    `ranks_per_group`: ranks of one pipeline stage, which must be neighbours (None: a node, or the whole replica when
+    that is smaller).  Survivors are dealt into whole replicas by groups.
     """
     model = failures if failures is not None else default_failure_model()
-    rates = class_rates(model, num_ranks)
-    rate = sum(rates)
-    stall = stall_seconds(model, state_bytes_per_rank)
-    lag = lag_seconds(model, state_bytes_per_rank, num_ranks)
-    load = load_seconds(model, state_bytes_per_rank, num_ranks)
-    restart = restart_seconds(model, num_ranks)
-    downtimes = [item.detect_seconds + restart + load for item in model.classes]
-    interval = whole_step_interval(
-        rate_per_second=rate,
-        stall_seconds=stall,
-        lag_seconds=lag,
-        step_seconds=float(step_seconds),
-        longest_seconds=model.checkpointing.longest_interval_seconds,
+    times = times_of(
+        model,
+        num_ranks=num_ranks,
+        state_bytes_per_rank=state_bytes_per_rank,
+        step_seconds=step_seconds,
+        spares=spare_nodes > 0,
     )
-    failed = outstanding_failures(model, num_ranks)
+    per_replica = max(num_ranks // num_replicas, 1)
+    group = min(ranks_per_group if ranks_per_group is not None else devices_per_node, per_replica)
+    geometry = Geometry(
+        num_replicas=num_replicas,
+        num_stages=-(-per_replica // group),
+        group_size=group,
+        domain_size=min(devices_per_node, num_ranks),
+        micro_batches=1,
+    )
+    renewal, degraded, rejoin = best_rejoin(model, times, geometry, DROP.with_spares(spare_nodes), whole_only(group))
     return GoodputFactors(
-        renewal_factor=renewal_factor(
-            rate_per_second=rate,
-            work_seconds=interval,
-            stall_seconds=stall,
-            lag_seconds=lag,
-            restart_laplace=restart_laplace(rates, downtimes),
-        ),
-        degraded_factor=dropped_replicas_factor(
-            failed=failed,
-            num_ranks=num_ranks,
-            num_replicas=num_replicas,
-            devices_per_node=devices_per_node,
-            spare_nodes=spare_nodes,
-        ),
-        checkpoint_interval_seconds=interval,
-        failures_per_second=rate,
-        stall_seconds=stall,
-        lag_seconds=lag,
-        load_seconds=load,
-        restart_seconds=sum(r * d for r, d in zip(rates, downtimes, strict=True)) / rate if rate else 0.0,
-        outstanding=failed,
+        renewal_factor=renewal,
+        degraded_factor=degraded,
+        checkpoint_interval_seconds=times.interval,
+        failures_per_second=times.rate_per_second,
+        stall_seconds=times.stall,
+        lag_seconds=times.lag,
+        load_seconds=times.load,
+        restart_seconds=times.mean_downtime,
+        rejoin=rejoin,
         spare_nodes=spare_nodes,
         state_bytes_per_rank=state_bytes_per_rank,
         estimated=model.estimated,
     )
+
+
+DROP = Policy("drop replica, packed", "drop")
+
+
+def whole_only(group_size: int) -> tuple[float, ...]:
+    """Shares of a policy that uses whole groups only."""
+    return (0.0,) * group_size + (1.0,)
+
+
+def best_rejoin(
+    model: FailureModel, times: Times, geometry: Geometry, policy: Policy, shares: tuple[float, ...]
+) -> tuple[float, float, Rejoin]:
+    """(G, X, how) of the better way to take repaired devices back.
+
+    At once: each repair costs a planned restart.  With the next restart: it costs nothing, but the device waits 1 /
+    lambda longer.  Both count every repair, though some need not lead to a restart.
+    """
+    size, number = geometry.devices_per_domain, geometry.num_ranks
+    rate = times.rate_per_second
+    if rate == 0.0:
+        return times.renewal(), 1.0, "at-once"
+    eager = times.renewal(rejoins_per_second=hardware_failures_per_second(model, number))
+    eager_out = outages(model, devices_per_domain=size, num_devices=number)
+    lazy = times.renewal()
+    lazy_out = outages(model, devices_per_domain=size, num_devices=number, wait_seconds=1.0 / rate)
+    eager_share = exact_factor(policy, geometry, shares, eager_out)
+    lazy_share = exact_factor(policy, geometry, shares, lazy_out)
+    if eager * eager_share >= lazy * lazy_share:
+        return eager, eager_share, "at-once"
+    return lazy, lazy_share, "next-restart"
 
 
 def checkpoint_bytes_per_rank(plan: Plan) -> int:

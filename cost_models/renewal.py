@@ -46,6 +46,47 @@ def restart_laplace(rates_per_second: Sequence[float], restart_seconds: Sequence
     return sum(weighted) / total
 
 
+def renewal_factor_with_rejoins(
+    *,
+    rate_per_second: float,
+    rejoins_per_second: float,
+    work_seconds: float,
+    stall_seconds: float,
+    lag_seconds: float,
+    restart_laplace: float,
+    rejoin_seconds: float,
+) -> float:
+    """G when training also stops on purpose, to take repaired devices back, `rejoins_per_second` times.
+
+    A planned stop saves first (stall and lag are waited for), loses nothing, and takes `rejoin_seconds` more.  A
+    failure during the planned save falls back to what was durable when it began.
+
+    # G = lambda phi Lambda (A + B) / (lambda + nu (1 - psi)),   Lambda = lambda + nu,  c = tau + s
+    #   A = lambda/Lambda * d,                    d = tau exp(-Lambda (c + L)) / (1 - exp(-Lambda c))  durable work
+    #   B = nu/Lambda * (q w + (1 - q) d),        w = (1 - exp(-Lambda tau)) / (Lambda (1 - exp(-Lambda c)))  work done
+    #   q = exp(-lambda (s + L)) the planned save succeeds,  psi = q exp(-lambda R) and so does the restart of R s
+    #   an uptime lasts 1 / Lambda; the mean time from its start to the next is (lambda + nu (1 - psi)) /
+    #   (lambda phi Lambda); rejoins during downtime cost nothing.  nu = 0 gives `renewal_factor`.
+    """
+    rate, rejoins = rate_per_second, rejoins_per_second
+    if rate == 0.0 or rejoins == 0.0:
+        return renewal_factor(
+            rate_per_second=rate,
+            work_seconds=work_seconds,
+            stall_seconds=stall_seconds,
+            lag_seconds=lag_seconds,
+            restart_laplace=restart_laplace,
+        )
+    both = rate + rejoins
+    per_cycle = -math.expm1(-both * (work_seconds + stall_seconds))
+    done = -math.expm1(-both * work_seconds) / (both * per_cycle)
+    durable = work_seconds * math.exp(-both * (work_seconds + stall_seconds + lag_seconds)) / per_cycle
+    saved = math.exp(-rate * (stall_seconds + lag_seconds))
+    interrupted = -math.expm1(-rate * (stall_seconds + lag_seconds + rejoin_seconds))
+    kept = (rate * durable + rejoins * (saved * done + (1.0 - saved) * durable)) / both
+    return rate * restart_laplace * both * kept / (rate + rejoins * interrupted)
+
+
 def exact_interval(rate_per_second: float, stall_seconds: float) -> float:
     """Work between saves that maximises G; infinite without failures, 0 without a stall.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import Self
 
 from specs.base import Document, Spec
@@ -94,6 +94,8 @@ class FailureModel(Document):
     checkpointing: Checkpointing
     restarting: Restarting
     slow: SlowDevices
+    repair_time: Literal["exponential", "fixed"] = "exponential"
+    repair_slots: PositiveInt | None = None  # repairs that proceed at once; None: nothing waits
     estimated: bool
 
     @property

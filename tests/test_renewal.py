@@ -14,6 +14,7 @@ from cost_models.renewal import (
     daly_interval,
     exact_interval,
     renewal_factor,
+    renewal_factor_with_rejoins,
     restart_laplace,
     whole_step_interval,
     young_interval,
@@ -132,3 +133,58 @@ def test_mixed_restart_times() -> None:
     assert restart_laplace([], []) == 1.0
     mixed = restart_laplace([1e-4, 3e-4], [100.0, 500.0])
     assert mixed == pytest.approx(0.25 * math.exp(-0.04) + 0.75 * math.exp(-0.2))
+
+
+@pytest.mark.parametrize(("rejoins", "lag"), [(2e-3, 0.0), (5e-4, 150.0), (1e-2, 40.0)])
+def test_rejoin_formula_equals_a_simulated_clock(rejoins: float, lag: float) -> None:
+    """The planned stops of the docstring, drawn by hand."""
+    rate, work, stall, restart, rejoin = 1e-3, 300.0, 20.0, 120.0, 60.0
+    rng = np.random.default_rng(11)
+    size = 200_000
+    up = rng.exponential(1.0 / (rate + rejoins), size)
+    fails = rng.random(size) < rate / (rate + rejoins)
+    cycle = work + stall
+    durable = work * np.maximum(np.floor((up - lag) / cycle), 0.0)
+    done = work * np.floor(up / cycle) + np.minimum(up % cycle, work)
+    next_failure = rng.exponential(1.0 / rate, size)
+    saved = next_failure > stall + lag
+    kept = np.where(fails | ~saved, durable, done)
+    stop = np.where(fails, 0.0, np.minimum(next_failure, stall + lag + rejoin))
+    waiting = fails | (next_failure < stall + lag + rejoin)
+    down = np.zeros(size)
+    while waiting.any():
+        gap = rng.exponential(1.0 / rate, size)
+        down[waiting] += np.minimum(gap, restart)[waiting]
+        waiting &= gap < restart
+    length = up + stop + down
+    ratio = kept.sum() / length.sum()
+    error = np.std(kept - ratio * length) / length.mean() / math.sqrt(size)
+    formula = renewal_factor_with_rejoins(
+        rate_per_second=rate,
+        rejoins_per_second=rejoins,
+        work_seconds=work,
+        stall_seconds=stall,
+        lag_seconds=lag,
+        restart_laplace=restart_laplace([rate], [restart]),
+        rejoin_seconds=rejoin,
+    )
+    assert abs(ratio - formula) < 4.0 * error
+
+
+@settings(deadline=None)
+@given(rates, stalls, st.floats(1e-12, 1e-2))
+def test_rejoins_vanish_when_rare_and_never_help(rate: float, stall: float, rejoins: float) -> None:
+    def with_rejoins(per_second: float) -> float:
+        return renewal_factor_with_rejoins(
+            rate_per_second=rate,
+            rejoins_per_second=per_second,
+            work_seconds=600.0,
+            stall_seconds=stall,
+            lag_seconds=30.0,
+            restart_laplace=1.0,
+            rejoin_seconds=2000.0,
+        )
+
+    plain = factor(rate, 600.0, stall, 30.0)
+    assert with_rejoins(1e-15 * rate) == pytest.approx(plain, rel=1e-6)
+    assert with_rejoins(rejoins) <= plain * (1 + 1e-9)
