@@ -10,7 +10,7 @@ from pathlib import Path
 from cost_models.collectives import scale_out_seconds, scale_up_seconds
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, score_flop
 from cost_models.interface import ModuleCost
-from cost_models.kernels import Work, backward_work, forward_work
+from cost_models.kernels import Work, backward_work, forward_work, repeated_work
 from cost_models.memory import ACTIVATION_BYTES, activation_bytes, working_bytes
 from cost_models.share import Share
 from cost_models.stacks import Stack, stack
@@ -117,7 +117,7 @@ class DeviceCosts:
             backward += forward
             backward_communication += forward_communication
         elif recompute == "selective":
-            backward += score_forward
+            backward += score_forward + self._seconds(repeated_work(module, share, size))
         return ModuleCost(
             forward_seconds=forward,
             backward_seconds=backward,

@@ -72,3 +72,18 @@ def backward_work(module: Module, share: Share, activation_bytes: int) -> Work:
                 2.0 * forward.traffic_bytes + gradients,
                 2 * forward.num_kernels,
             )
+
+
+def repeated_work(module: Module, share: Share, activation_bytes: int) -> Work:
+    """What selective recomputation does again beside attention's scores: rotary embeddings, activation functions."""
+    size, tokens, units = activation_bytes, share.block_tokens, share.units
+    match module:
+        case Attention():
+            heads = 2.0 * (units.size + local_kv_heads(module, units)) if module.rope_theta else 0.0
+            return Work(0.0, 0.0, size * tokens * heads * module.head_dim, 4)
+        case Mlp():
+            return Work(0.0, 0.0, float(size * tokens * units.size * (3 if module.gated else 2)), 2)
+        case Moe():
+            return Work(0.0, 0.0, 3.0 * size * routed_tokens(module, tokens, units) * module.expert_ffn, 2)
+        case _:
+            return Work(0.0, 0.0, 0.0, 0)

@@ -93,36 +93,59 @@ def _kv_holders(module: Attention, group: int, degree: int) -> int:
 def activation_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
     """Bytes kept from forward to backward of one micro-batch on one rank.
 
-    # attention  a (2 c h + T (2 q + 2 k) d) + 4 T q       mlp        a (2 c h + (3 | 2) T f)
-    # head       a (2 c h + v h)                           embedding  8 T
-    # full recompute: a c h.  selective: attention without its output and log-sum-exp, mlp without its product
+    # attention  a (n c h + T (2 q + 2 k) d) + 4 T q       mlp        a (n c h + (3 | 2) T f)
+    # head       a (n c h + v h)                           embedding  8 T
+    # full recompute: a c h (head: + 8 T).  selective: attention without its output and log-sum-exp, mlp without
+    #   its product
     #   c tokens of the rank's chunk, T tokens of its block, h hidden, d head_dim, a bytes of an activation;
-    #   q query heads, k KV heads, f columns (3 gated, 2 not), v vocabulary rows on this rank.  The head keeps its
-    #   input and the finished gradients of input and weight instead of logits.
+    #   q query heads, k KV heads, f columns (3 gated, 2 not), v vocabulary rows on this rank.  n = 2, the input and
+    #   the normalised input (3 where torch has no fused RMSNorm); the head keeps the finished gradients of its
+    #   input and weight instead of logits.  Rotary embeddings leave the output in another order, so that it is kept
+    #   twice: + T q d.  Leaves out statistics of norms (4 or 8 bytes per token) and the rotary table.
     """
     size, block_tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
     chunk = size * share.chunk_tokens * module.hidden
     if isinstance(module, Embedding):
-        return TOKEN_ID_BYTES * block_tokens
+        return (TOKEN_ID_BYTES + (size if share.degree > 1 and recompute != "full" else 0)) * block_tokens
     if recompute == "full":
-        return chunk
+        return chunk + (TOKEN_ID_BYTES * block_tokens if isinstance(module, Head) else 0)
     selective = recompute == "selective"
+    chunks = chunk * (2 + (module.norm.kind == "rmsnorm" and precision == "fp32"))
     match module:
         case Attention():
-            heads = (1 if selective else 2) * units.size + 2 * local_kv_heads(module, units)
-            log_sum_exp = 0 if selective else LOG_SUM_EXP_BYTES * block_tokens * units.size
-            return 2 * chunk + size * block_tokens * heads * module.head_dim + log_sum_exp
+            return chunks + _attention_bytes(module, share, precision, selective)
         case Mlp():
-            return 2 * chunk + size * block_tokens * units.size * (1 + module.gated + (not selective))
+            return chunks + size * block_tokens * units.size * (1 + module.gated + (not selective))
         case Moe():
             tokens = routed_tokens(module, block_tokens, units)
-            columns = 3 * (
-                tokens * module.expert_ffn + block_tokens * module.shared_ffn * units.size / module.num_experts
-            )
+            shared = block_tokens * module.shared_ffn * units.size / module.num_experts
+            columns = 3 * (tokens * module.expert_ffn + shared)
             router = 4 * block_tokens * module.num_experts
-            return 2 * chunk + round(size * (2 * tokens * module.hidden + columns)) + router
+            return chunks + round(size * (2 * tokens * module.hidden + columns)) + router
         case Head():
-            return 2 * chunk + size * units.size * module.hidden
+            return chunks + size * units.size * module.hidden
+
+
+def _attention_bytes(module: Attention, share: Share, precision: Precision, selective: bool) -> int:
+    """What attention keeps between its two projections."""
+    queries, kv_heads = share.units.size, local_kv_heads(module, share.units)
+    heads = queries + 2 * kv_heads
+    log_sum_exp = 0
+    if not selective:
+        heads = queries * 2 + 2 * (kv_heads if _whole_kv_groups(module, share.units) else queries)
+        log_sum_exp = LOG_SUM_EXP_BYTES * share.block_tokens * queries
+        if module.rope_theta is not None:
+            heads += queries
+        if module.qk_norm:
+            heads += (queries + kv_heads) * (2 if precision == "fp32" else 1)
+    return ACTIVATION_BYTES[precision] * share.block_tokens * heads * module.head_dim + log_sum_exp
+
+
+def _whole_kv_groups(module: Attention, heads: Interval) -> bool:
+    """Whether torch can repeat the KV heads itself; else each query head gets a copy of its group."""
+    per_group = module.num_heads // module.num_kv_heads
+    groups = kv_groups_of(heads, module.num_heads, module.num_kv_heads)
+    return groups.size == 1 or (heads.start % per_group == 0 and heads.size == groups.size * per_group)
 
 
 @lru_cache(maxsize=65536)

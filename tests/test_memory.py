@@ -1,0 +1,237 @@
+"""Memory formulas against what autograd really keeps, against the executor's buckets, and against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.buckets import BUCKET_ELEMENTS, holdings
+from cost_models.memory import (
+    MASTER_BYTES,
+    MAX_LOGIT_ELEMENTS,
+    MOMENT_BYTES,
+    activation_bytes,
+    rank_memory,
+    static_bytes,
+    working_bytes,
+)
+from cost_models.share import Share
+from executor import functions, sync
+from executor.clock import Clock
+from executor.collectives import Block
+from executor.layout import ModuleLayout, tensor_holdings
+from executor.modules import StageModule, build_module
+from specs.layout import Interval
+from specs.model import Attention, Embedding, Head, Mlp, Module, Norm
+from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Stage
+from tests.layouts import ReplicaShape, StageShape, build, small_model
+from tests.plans import plan, tiny_model
+
+LAYERNORM = Norm(kind="layernorm")
+MODULES: dict[str, Module] = {
+    "embedding": Embedding(hidden=128, vocab=500),
+    "attention": Attention(hidden=128, num_heads=8, num_kv_heads=4, head_dim=16),
+    "attention, layernorm": Attention(
+        hidden=128, num_heads=6, num_kv_heads=6, head_dim=24, norm=LAYERNORM, rope_theta=None, qkv_bias=True
+    ),
+    "attention, qk norm": Attention(hidden=128, num_heads=8, num_kv_heads=2, head_dim=16, qk_norm=True),
+    "mlp": Mlp(hidden=128, ffn=350),
+    "mlp, plain": Mlp(hidden=128, ffn=512, gated=False, activation="gelu", norm=LAYERNORM, bias=True),
+    "head": Head(hidden=128, vocab=500),
+}
+
+
+class LonelyBlock(Block):
+    """One rank of a block, without the others: collectives keep shapes and forget sums."""
+
+    def all_gather(self, chunk: torch.Tensor) -> torch.Tensor:
+        return chunk if self.size == 1 else torch.cat([chunk] * self.size)
+
+    def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial if self.size == 1 else partial[: self.token_counts[self.position]].clone()
+
+    def all_reduce(self, value: torch.Tensor, op: object = None) -> torch.Tensor:
+        del op
+        return value
+
+
+def kept_bytes(module: Module, share: Share, seq_len: int, recompute: Recompute) -> int:
+    """Bytes of distinct storages that autograd keeps, weights left out."""
+    layout = ModuleLayout(
+        name="module",
+        module=module,
+        placement=ModulePlacement(module="module", blocks=(share.degree,), recompute=recompute),
+        units=share.units,
+        block_ranks=tuple(range(share.degree)),
+        position=0,
+        token_counts=(share.chunk_tokens,) * share.degree,
+        block_tokens=Interval(0, share.block_tokens),
+    )
+    block = LonelyBlock(None, 0, layout.token_counts, Clock(torch.device("cpu")))
+    built = build_module(
+        layout,
+        block,
+        chunk=Interval(0, share.chunk_tokens),
+        seq_len=seq_len,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(share.block_tokens, dtype=torch.int64)
+    chunk = torch.randn(share.chunk_tokens, module.hidden, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        StageModule([built])(ids if module.kind == "embedding" else chunk, ids, 1.0)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("name", MODULES)
+def test_activations_are_what_autograd_keeps(name: str, degree: int, recompute: Recompute) -> None:
+    module = MODULES[name]
+    share = Share.of(module, degree, 8 * 64)
+    measured = kept_bytes(module, share, 64, recompute)
+    assert activation_bytes(module, share, "fp32", recompute) == pytest.approx(measured, rel=0.03)
+
+
+def test_constants_are_those_of_the_executor() -> None:
+    assert BUCKET_ELEMENTS == sync.BUCKET_ELEMENTS
+    assert MAX_LOGIT_ELEMENTS == functions.MAX_LOGIT_ELEMENTS
+
+
+def unlike(zero: int, *, tied: bool = False) -> Plan:
+    """Two replicas with other stages, blocks and cuts."""
+    first = [StageShape(3, {"mlp": (2, 1), "head": (1, 2)}), StageShape(2, {"attention": (2,), "mlp": (1, 1)})]
+    second = [StageShape(3, {"mlp": (1, 1, 1), "embedding": (2, 1)})]
+    shapes = [ReplicaShape(first, micro_batch=6, sequences=12), ReplicaShape(second, micro_batch=3, sequences=6)]
+    return build(small_model(tied=tied), shapes, zero=zero)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_static_bytes_are_those_of_the_executors_buckets(zero: int, tied: bool) -> None:
+    layout = unlike(zero, tied=tied)
+    gradients = dict.fromkeys(range(layout.world_size), 0)
+    optimizer = dict.fromkeys(range(layout.world_size), 0.0)
+    for bucket in sync.bucket_layouts(tensor_holdings(layout)):
+        for owner in bucket.owners:
+            gradients[owner] += 4 * bucket.num_elements
+            optimizer[owner] += MOMENT_BYTES * bucket.num_elements / (len(bucket.owners) if bucket.zero else 1)
+    process = 0
+    for number, pipeline in enumerate(layout.pipelines):
+        for index, stage in enumerate(pipeline.stages):
+            for rank in range(stage.num_ranks):
+                terms = rank_memory(layout, number, index, rank)
+                assert terms.gradients == gradients[process]
+                assert terms.optimizer == pytest.approx(optimizer[process], abs=1)
+                assert terms.weights >= gradients[process]
+                process += 1
+    assert process == layout.world_size
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4), st.sampled_from([0, 1]))
+def test_module_form_agrees_with_the_plan(degree: int, replicas: int, zero: int) -> None:
+    """The form that the search adds up equals the plan's, for equal blocks that divide."""
+    model = tiny_model()
+    layout = plan(ranks=8, replicas=replicas, degree=degree, model=model, micro_batch=8)
+    layout = _with_zero(layout, zero)
+    terms = rank_memory(layout, 0, 0, 0)
+    parts = [
+        static_bytes(module, degree=degree, num_copies=8 // degree * replicas, precision="bf16", zero=zero)
+        for _, module in model.modules()
+    ]
+    assert terms.weights == sum(part.weights for part in parts)
+    assert terms.gradients == sum(part.gradients for part in parts)
+    assert terms.optimizer == pytest.approx(sum(part.optimizer for part in parts), abs=len(parts))
+
+
+def _with_zero(layout: Plan, zero: int) -> Plan:
+    stages = tuple(
+        stage.model_copy(
+            update={"modules": tuple(placement.model_copy(update={"zero": zero}) for placement in stage.modules)}
+        )
+        for stage in layout.pipelines[0].stages
+    )
+    return layout.model_copy(update={"pipelines": (layout.pipelines[0].model_copy(update={"stages": stages}),)})
+
+
+def test_shared_kv_heads_have_more_owners() -> None:
+    """Two KV heads over eight ranks: each is held by four, and their optimizer state is shared by four."""
+    wide = Attention(hidden=64, num_heads=8, num_kv_heads=8, head_dim=8)
+    narrow = Attention(hidden=64, num_heads=8, num_kv_heads=2, head_dim=8)
+    common = 2 * 8 * 64 + 64 / 8  # query and output rows of one head, its part of the norm
+    state = MOMENT_BYTES + MASTER_BYTES
+    options = {"degree": 8, "num_copies": 1, "precision": "bf16", "zero": 1}
+    assert static_bytes(wide, **options).optimizer == state * (common + 2 * 8 * 64)
+    assert static_bytes(narrow, **options).optimizer == state * (common + 2 * 8 * 64 / 4)
+
+
+def test_in_flight_micro_batches_multiply_activations() -> None:
+    one = plan(stages=4, ranks=1, micro_batches=8)
+    first, last = rank_memory(one, 0, 0, 0), rank_memory(one, 0, 3, 0)
+    share = Share(1, 32, 32, Interval(0, 256))
+    assert last.activations == sum(
+        activation_bytes(module, dataclasses.replace(share, units=Interval(0, units)), "bf16")
+        for module, units in _modules_of(one, 3)
+    )
+    assert first.activations == 4 * sum(
+        activation_bytes(module, dataclasses.replace(share, units=Interval(0, units)), "bf16")
+        for module, units in _modules_of(one, 0)
+    )
+
+
+def _modules_of(layout: Plan, stage: int) -> list[tuple[Module, int]]:
+    chain = dict(layout.model.modules())
+    placed = layout.pipelines[0].stages[stage].modules
+    return [(chain[p.module], p.units_of(0, chain[p.module]).size) for p in placed]
+
+
+@given(st.sampled_from(sorted(MODULES)), st.sampled_from([1, 2, 4]), st.integers(1, 6))
+def test_recomputation_never_keeps_more(name: str, degree: int, sequences: int) -> None:
+    module = MODULES[name]
+    share = Share.of(module, degree, 64 * sequences * degree)
+    kept = [activation_bytes(module, share, "bf16", mode) for mode in ("none", "selective", "full")]
+    working = [working_bytes(module, share, "bf16", mode) for mode in ("none", "selective", "full")]
+    assert kept == sorted(kept, reverse=True)
+    assert working == sorted(working)
+
+
+def test_every_member_of_a_bucket_holds_it() -> None:
+    """Elements over buckets, each times its holders, are what the executor's processes hold."""
+    layout = unlike(0)
+    counted = sum(bucket.num_elements * len(bucket.members) for bucket in holdings(layout).buckets)
+    held = sum(h.elements.size for entry in tensor_holdings(layout).values() for h in entry.holdings)
+    assert counted == held
+
+
+def test_stage_of_one_rank_and_many_replicas() -> None:
+    """Replicas that share a pipeline are owners too."""
+    base = plan(ranks=1, replicas=1)
+    many = base.model_copy(
+        update={
+            "replicas": tuple(Replica(pipeline=0, ranks=(i,), sequences=2) for i in range(4)),
+            "pipelines": (_zeroed(base.pipelines[0]),),
+        }
+    )
+    assert rank_memory(many, 0, 0, 0).optimizer == pytest.approx(rank_memory(base, 0, 0, 0).optimizer / 4, abs=1)
+
+
+def _zeroed(pipeline: Pipeline) -> Pipeline:
+    stages = tuple(
+        Stage(num_ranks=s.num_ranks, modules=tuple(p.model_copy(update={"zero": 1}) for p in s.modules))
+        for s in pipeline.stages
+    )
+    return pipeline.model_copy(update={"stages": stages})
