@@ -13,10 +13,11 @@ from executor.clock import Clock
 from executor.groups import Groups
 from executor.layout import Layout, tensor_holdings
 from executor.modules import BlockModule, HeadModule, StageModule, build_module
-from executor.optimizer import OptimizerOptions, ShardedAdamW
+from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
 from executor.sync import GradientSync, LocalTensor, bucket_layouts
 from executor.weights import initial_values
+from specs.options import OptimizerOptions
 from specs.plan import Plan, StepTerms
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -6,25 +6,10 @@ import math
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, PositiveFloat, PositiveInt
 
 from executor.clock import Clock
 from executor.sync import GradientSync
-from specs.base import Spec
-
-
-class OptimizerOptions(Spec):
-    """What a user may set.  Defaults: GPT-3's betas and clipping (arXiv 2005.14165, appendix B)."""
-
-    learning_rate: PositiveFloat = 3e-3
-    final_fraction: float = Field(0.1, ge=0, le=1)  # of the learning rate, reached at the last step
-    warmup_steps: int = Field(10, ge=0)
-    num_steps: PositiveInt = 100
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: float = Field(0.1, ge=0)
-    max_gradient_norm: PositiveFloat = 1.0
+from specs.options import OptimizerOptions
 
 
 def learning_rate(options: OptimizerOptions, step: int) -> float:

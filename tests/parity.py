@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from executor.engine import Engine
-from executor.optimizer import OptimizerOptions, learning_rate
+from executor.optimizer import learning_rate
 from executor.weights import initial_values
 from specs.layout import Interval
 from specs.model import ModelSpec
+from specs.options import OptimizerOptions
 from specs.plan import Plan
 from specs.tensors import parameter_name, tensors_of
 from tests.reference import decaying, mean_loss

@@ -1,0 +1,81 @@
+"""Begins or resumes a run: checks its folder, fixes its options, starts its workers.  No torch until a worker runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from executor.launch import ERROR_FILE, run_workers
+from specs.base import load_document
+from specs.errors import BadInputError
+from specs.options import OptimizerOptions, TrainOptions
+from specs.plan import Plan
+from specs.tensors import num_parameters
+
+
+def start_run(plan_path: Path, out: Path, given: Mapping[str, object], *, resume: bool) -> None:
+    """Train `plan_path` in the folder `out`; `given` holds the options that the user named (None: not named).
+
+    A new run takes defaults for the rest, a resumed one what it was started with.  Under torchrun this process is
+    one worker; else one worker per rank is started here.  Raises `BadInputError` for a folder or plan that does not
+    fit, and whatever ended the workers.
+    """
+    plan = load_document(Plan, plan_path, "plan")
+    out = out.resolve()
+    under_torchrun = "RANK" in os.environ and ERROR_FILE not in os.environ
+    is_first = not under_torchrun or os.environ["RANK"] == "0"
+    options = _options(out, given, resume=resume)
+    if is_first:
+        _write_folder(plan, options)
+    if under_torchrun:
+        from executor.train import run_worker
+
+        run_worker(plan, options)
+        return
+    print(
+        f"training {plan.model.name} on {plan.world_size} ranks of this machine, "
+        f"{options.optimizer.num_steps} steps of {plan.training.tokens_per_step:,} tokens, in {out}",
+        file=sys.stderr,
+        flush=True,
+    )
+    run_workers(["executor.train", str(out)], plan.world_size)
+
+
+def _options(out: Path, given: Mapping[str, object], *, resume: bool) -> TrainOptions:
+    options_path = out / "options.json"
+    if resume:
+        if not options_path.exists():
+            raise BadInputError(f"{out} holds no run to resume (no options.json). Start one without --resume.")
+        before = load_document(TrainOptions, options_path, "options").model_copy(update={"out": out})
+    elif (out / "log.jsonl").exists():
+        raise BadInputError(f"{out} holds a run already. Continue it with --resume, or choose another --out.")
+    else:
+        before = TrainOptions(out=out)
+    named = {key: value for key, value in given.items() if value is not None}
+    of_optimizer = {key: named.pop(key) for key in list(named) if key in OptimizerOptions.model_fields}
+    optimizer = OptimizerOptions.model_validate({**before.optimizer.model_dump(), **of_optimizer})
+    return TrainOptions.model_validate({**before.model_dump(), **named, "optimizer": optimizer})
+
+
+def _write_folder(plan: Plan, options: TrainOptions) -> None:
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(options.out).free
+    except OSError as error:
+        raise BadInputError(f"{options.out} cannot be used as a run folder: {error.strerror}.") from None
+    needed = _checkpoint_bytes(plan) * (options.keep_checkpoints + 1)
+    if free < needed:
+        raise BadInputError(
+            f"{options.out} has {free / 2**30:.2f} GiB free, {options.keep_checkpoints} checkpoints and the one being "
+            f"written need {needed / 2**30:.2f} GiB. Free space, or lower --keep-checkpoints."
+        )
+    plan.save(options.out / "plan.json")
+    options.save(options.out / "options.json")
+
+
+def _checkpoint_bytes(plan: Plan) -> int:
+    """fp32 weights and two moments."""
+    return 12 * num_parameters(plan.model.modules())
