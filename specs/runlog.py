@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
 
 from specs.base import Spec, first_problem
 from specs.errors import BadInputError
@@ -30,6 +30,12 @@ Bucket = Literal[
 ]
 
 
+class _Measured(Spec):
+    """Values of a diverged run, NaN and infinity, are written as such (not as null), so that the log can be read."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+
 class StartRecord(Spec):
     """A run begins or resumes."""
 
@@ -44,7 +50,7 @@ class StartRecord(Spec):
     seconds: dict[Bucket, float]  # spent so far, by bucket
 
 
-class StepRecord(Spec):
+class StepRecord(_Measured):
     """One optimizer step.  `terms` are means over ranks and add up to `seconds`."""
 
     kind: Literal["step"] = "step"
@@ -69,7 +75,7 @@ class MemoryRecord(Spec):
     static_bytes: dict[int, int]  # weights, gradients, optimizer
 
 
-class EvaluationRecord(Spec):
+class EvaluationRecord(_Measured):
     """Loss on held-out data."""
 
     kind: Literal["evaluation"] = "evaluation"
@@ -112,17 +118,19 @@ _record: TypeAdapter[Record] = TypeAdapter(Record)
 def read_log(path: Path) -> list[Record]:
     """All records of a log.  A torn last line (a killed run) is dropped; any other bad line is an error."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
     except OSError as error:
         raise BadInputError(f"run log {path} cannot be read: {error.strerror}. Is this a run folder?") from None
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(_record.validate_python(json.loads(line)))
-        except json.JSONDecodeError:
+            data = json.loads(line)
+        except (ValueError, RecursionError):
             if number == len(lines):
                 break
             raise BadInputError(f"run log {path}, line {number} is not valid JSON.") from None
+        try:
+            records.append(_record.validate_python(data))
         except ValidationError as error:
             raise BadInputError(f"run log {path}, line {number}: {first_problem(error)}") from None
     return records
