@@ -164,6 +164,11 @@ SURFACE: dict[str, set[str]] = {
         "UNIT_NAMES",
         "num_units",
     },
+    "specs.options": {
+        "Backend",
+        "OptimizerOptions",
+        "TrainOptions",
+    },
     "specs.plan": {
         "Alternative",
         "Certificate",
