@@ -1,0 +1,108 @@
+"""The documentation holds: examples load, commands run as printed, links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from specs.base import parse
+from specs.cluster import ClusterSpec
+from specs.model import ModelSpec
+from specs.plan import Plan
+from specs.profile import Profile
+from specs.runlog import read_log
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+KINDS = {"model": ModelSpec, "cluster": ClusterSpec, "plan": Plan, "profile": Profile}
+
+
+class Block(NamedTuple):
+    """A fenced block: what stands after the fence, and its text."""
+
+    info: str
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        yield Block(match[1].strip(), match[2])
+
+
+EXAMPLES = [block for block in blocks(ROOT / "docs" / "files.md") if block.info.startswith("json ")]
+CONSOLE = [(page, block.text) for page in PAGES for block in blocks(page) if block.info == "console"]
+
+
+@pytest.mark.parametrize("block", EXAMPLES, ids=[block.info for block in EXAMPLES])
+def test_file_examples_load(block: Block, tmp_path: Path) -> None:
+    import json
+
+    kind = block.info.split()[1]
+    if kind == "runlog":
+        (tmp_path / "log.jsonl").write_text(block.text)
+        kinds = [record.kind for record in read_log(tmp_path / "log.jsonl")]
+        assert kinds == ["start", "step", "memory", "checkpoint", "end"]
+    else:
+        parse(KINDS[kind], json.loads(block.text), kind)
+
+
+def test_every_kind_of_file_has_an_example() -> None:
+    assert {block.info.split()[1] for block in EXAMPLES} == {*KINDS, "runlog"}
+
+
+@pytest.mark.parametrize(("page", "text"), CONSOLE, ids=[text.splitlines()[0][2:60] for _, text in CONSOLE])
+def test_console_examples_print_what_is_shown(page: Path, text: str, tmp_path: Path) -> None:
+    """`$ command`, its output, and `exit code N` where that is not 0."""
+    command, *shown = text.rstrip("\n").splitlines()
+    code = 0
+    if shown and shown[-1].startswith("exit code "):
+        code = int(shown.pop().removeprefix("exit code "))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-c", command.removeprefix("$ ")],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.stdout + result.stderr).splitlines() == shown, page.name
+    assert result.returncode == code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_exit_codes_are_documented() -> None:
+    from specs.errors import PlaitError
+
+    table = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    assert {kind.exit_code for kind in PlaitError.__subclasses__()} | {0, 1, 130} == documented
+
+
+def test_the_figure_is_what_its_script_draws(tmp_path: Path) -> None:
+    """Up to matplotlib's version: same texts in the same order."""
+    script = (ROOT / "docs" / "figures" / "token_contiguous.py").read_text(encoding="utf-8")
+    copy = tmp_path / "token_contiguous.py"
+    copy.write_text(script)
+    subprocess.run([sys.executable, str(copy)], check=True, timeout=60)
+
+    def texts(path: Path) -> list[str]:
+        return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
+
+    drawn = texts(tmp_path / "token_contiguous.svg")
+    assert drawn == texts(ROOT / "docs" / "figures" / "token_contiguous.svg")
+    assert "attention: 4 + 3" in drawn
