@@ -1,7 +1,7 @@
 """The degraded factor X: the mean speed, as a share of full speed, while failed devices wait for repair.
 
     a device is out with probability p = 1 - exp(-lambda r)        Palm: Poisson failures, mean outage r
-    a domain has Binomial(W, p) devices out, or all of them when its node is
+    so is a host; a domain has whole hosts out and devices of the others, both binomial
     X = E[share of full speed of that state]                       per policy, `policies`
 
 Exact where the share is a sum over replicas (packed: over the sorted groups; fixed places: replica by replica), else
@@ -28,10 +28,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Outages:
-    """Probability that a device is out on its own, and that a whole domain is."""
+    """Probability that a device is out on its own, and that a whole host is."""
 
     device: float
-    domain: float
+    host: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Estimate:
     standard_error: float = 0.0
 
 
-def outages(model: FailureModel, *, devices_per_domain: int, num_devices: int, wait_seconds: float = 0.0) -> Outages:
-    """Outage probabilities of one device and one domain.
+def outages(model: FailureModel, *, host_size: int, num_devices: int, wait_seconds: float = 0.0) -> Outages:
+    """Outage probabilities of one device and of one host of `host_size` devices.
 
     `wait_seconds`: mean time that a repaired device waits until training takes it back.  `num_devices` matters only
     when repairs queue.
@@ -53,7 +53,7 @@ def outages(model: FailureModel, *, devices_per_domain: int, num_devices: int, w
     for item in model.classes:
         seconds = item.repair_hours * SECONDS_PER_HOUR + queue + wait_seconds
         means[item.blast_radius] += item.failures_per_device_day / SECONDS_PER_DAY * seconds
-    return Outages(-math.expm1(-means["device"]), -math.expm1(-means["node"] * devices_per_domain))
+    return Outages(-math.expm1(-means["device"]), -math.expm1(-means["node"] * host_size))
 
 
 def hardware_failures_per_second(model: FailureModel, num_devices: int) -> float:
@@ -98,11 +98,12 @@ def binomial_pmf(number: int, probability: float) -> Array:
     return result
 
 
-def failed_pmf(geometry: Geometry, out: Outages) -> Array:
-    """Probabilities of 0 .. W devices out in one domain."""
-    size = geometry.devices_per_domain
-    pmf = binomial_pmf(size, out.device) * (1.0 - out.domain)
-    pmf[size] += out.domain
+def failed_pmf(num_devices: int, host_size: int, out: Outages) -> Array:
+    """Probabilities of 0 .. `num_devices` devices out in a domain of whole hosts."""
+    pmf = np.zeros(num_devices + 1)
+    for hosts, probability in enumerate(binomial_pmf(num_devices // host_size, out.host)):
+        gone = hosts * host_size
+        pmf[gone:] += probability * binomial_pmf(num_devices - gone, out.device)
     return pmf
 
 
@@ -129,12 +130,12 @@ def exact_factor(policy: Policy, geometry: Geometry, shares: tuple[float, ...], 
 
 
 @lru_cache(maxsize=1024)
-def _lost_groups(damage: Damage, group_size: int, domain_size: int, out: Outages, level: int) -> Array:
+def _lost_groups(damage: Damage, group_size: int, domain_size: int, host_size: int, out: Outages, level: int) -> Array:
     """Probabilities of 0 .. k groups of a domain below `level`, as seen by a packing policy."""
     shape = Geometry(1, 1, group_size, domain_size, 1)
     rule = Policy("", damage)
     pmf = np.zeros(shape.groups_per_domain + 1)
-    for failed, probability in enumerate(failed_pmf(shape, out)):
+    for failed, probability in enumerate(failed_pmf(shape.devices_per_domain, host_size, out)):
         kept = sum(item >= level for item in domain_levels(rule, shape, failed))
         pmf[shape.groups_per_domain - kept] += probability
     return pmf
@@ -145,7 +146,7 @@ def _packed_replicas(policy: Policy, geometry: Geometry, out: Outages, level: in
 
     The sum over domains is a power in Fourier space, cut off 12 standard deviations above its mean.
     """
-    pmf = _lost_groups(policy.damage, geometry.group_size, geometry.domain_size, out, level)
+    pmf = _lost_groups(policy.damage, geometry.group_size, geometry.domain_size, geometry.host_size, out, level)
     number = geometry.num_domains + policy.spare_domains
     ks = np.arange(pmf.size)
     mean = number * float(pmf @ ks)
@@ -163,10 +164,13 @@ def _packed_replicas(policy: Policy, geometry: Geometry, out: Outages, level: in
 
 def _fixed_replicas(policy: Policy, geometry: Geometry, out: Outages, level: int) -> float:
     """Probability that all groups of a replica (all replicas, when training waits) are at `level` or above."""
-    tail = float(binomial_pmf(geometry.group_size, out.device)[: geometry.group_size - level + 1].sum())
+    size, host = geometry.group_size, geometry.host_size
     groups = geometry.num_stages * (geometry.num_replicas if policy.damage == "wait" else 1)
-    domains = max(-(-groups // geometry.groups_per_domain), 1)
-    return tail**groups * (1.0 - out.domain) ** domains
+    if size % host == 0:
+        return float(failed_pmf(size, host, out)[: size - level + 1].sum()) ** groups
+    tail = float(binomial_pmf(size, out.device)[: size - level + 1].sum())
+    hosts = max(-(-groups * size // host), 1)  # the groups lie inside hosts, which take them along
+    return float(tail**groups * (1.0 - out.host) ** hosts)
 
 
 def drawn_factor(
@@ -181,7 +185,7 @@ def drawn_factor(
 ) -> Estimate:
     """X for any policy: mean over independent states of the cluster."""
     rng = np.random.default_rng(seed)
-    pmf = failed_pmf(geometry, out)
+    pmf = failed_pmf(geometry.devices_per_domain, geometry.host_size, out)
     domains = geometry.num_domains + policy.spare_domains
     counts = rng.multinomial(domains, pmf / pmf.sum(), size=draws)
     known: dict[bytes, float] = {}

@@ -181,6 +181,7 @@ def factors_of(
         group_size=group,
         domain_size=min(devices_per_node, num_ranks),
         micro_batches=1,
+        devices_per_host=model.devices_per_host,
     )
     renewal, degraded, rejoin = best_rejoin(model, times, geometry, DROP.with_spares(spare_nodes), whole_only(group))
     return GoodputFactors(
@@ -215,14 +216,14 @@ def best_rejoin(
     At once: each repair costs a planned restart.  With the next restart: it costs nothing, but the device waits 1 /
     lambda longer.  Both count every repair, though some need not lead to a restart.
     """
-    size, number = geometry.devices_per_domain, geometry.num_ranks
+    size, number = geometry.host_size, geometry.num_ranks
     rate = times.rate_per_second
     if rate == 0.0:
         return times.renewal(), 1.0, "at-once"
     eager = times.renewal(rejoins_per_second=hardware_failures_per_second(model, number))
-    eager_out = outages(model, devices_per_domain=size, num_devices=number)
+    eager_out = outages(model, host_size=size, num_devices=number)
     lazy = times.renewal()
-    lazy_out = outages(model, devices_per_domain=size, num_devices=number, wait_seconds=1.0 / rate)
+    lazy_out = outages(model, host_size=size, num_devices=number, wait_seconds=1.0 / rate)
     eager_share = exact_factor(policy, geometry, shares, eager_out)
     lazy_share = exact_factor(policy, geometry, shares, lazy_out)
     if eager * eager_share >= lazy * lazy_share:

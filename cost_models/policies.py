@@ -1,6 +1,6 @@
 """What a damaged cluster delivers under each policy: from the survivors of every group to a share of full speed.
 
-    domain    scale-up domain (node): devices that are neighbours; a node failure takes all of it
+    domain    scale-up domain: devices that are neighbours, of one host or several; a host fails as a whole
     group     the ranks of one stage of one replica, inside a domain
     level     surviving ranks of a group
     replica   num_stages groups; it goes at the speed of its lowest level
@@ -12,7 +12,7 @@ the batch is an integer.  "Packed": groups are dealt to replicas by level, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,6 +34,13 @@ class Geometry:
     domain_size: int
     micro_batches: int
     layers_per_stage: int = 1
+    devices_per_host: int = 8
+
+    @property
+    def host_size(self) -> int:
+        """Devices of a domain that a failed host takes."""
+        size = min(self.devices_per_host, self.devices_per_domain)
+        return size if self.devices_per_domain % size == 0 else self.devices_per_domain
 
     @property
     def groups_per_domain(self) -> int:
@@ -41,7 +48,7 @@ class Geometry:
 
     @property
     def devices_per_domain(self) -> int:
-        """Devices that fail together with their node; a group larger than a node counts as one domain."""
+        """Devices of a domain; a group larger than a domain counts as one."""
         return max(self.domain_size, self.group_size)
 
     @property
@@ -188,7 +195,11 @@ def packed_speed(
 
 
 def fixed_speed(
-    policy: Policy, geometry: Geometry, shares: Sequence[float], slow: Sequence[float], damaged: dict[int, list[int]]
+    policy: Policy,
+    geometry: Geometry,
+    shares: Sequence[float],
+    slow: Sequence[float],
+    damaged: Mapping[int, Sequence[int]],
 ) -> float:
     """Share of full speed when every group stays where it is; `damaged` has the levels of each damaged replica."""
     if not damaged:

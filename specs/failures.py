@@ -13,7 +13,7 @@ from typing_extensions import Self
 from specs.base import Document, Spec
 
 FailureDomain = Literal["device", "node", "network", "software"]
-# What cannot be used until repaired: nothing (a restart on the same devices cures it), one device, or its node.
+# What cannot be used until repaired: nothing (a restart on the same devices cures it), one device, or all of its host.
 BlastRadius = Literal["none", "device", "node"]
 
 
@@ -94,6 +94,7 @@ class FailureModel(Document):
     checkpointing: Checkpointing
     restarting: Restarting
     slow: SlowDevices
+    devices_per_host: PositiveInt = 8  # what a failed node takes; a scale-up domain may hold several hosts
     repair_time: Literal["exponential", "fixed"] = "exponential"
     repair_slots: PositiveInt | None = None  # repairs that proceed at once; None: nothing waits
     estimated: bool
