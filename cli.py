@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 
-from specs.errors import PlaitError
+def _quit(signum: int, frame: object) -> None:  # noqa: ARG001
+    os.write(2, b"plait: interrupted.\n")
+    os._exit(130)
+
+
+# Ctrl-C while the imports below run, before `main` can catch it.  Only in the command's own process.
+if os.path.basename(sys.argv[0]) == "plait":
+    signal.signal(signal.SIGINT, _quit)
+
+import typer  # noqa: E402
+
+from specs.errors import PlaitError  # noqa: E402
 
 # A wrong option or argument.  The public name for it is that of its subclass.
 USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -124,7 +136,11 @@ def train(
 def main() -> None:
     """Entry point: a user's mistake ends in one sentence and its exit code, Ctrl-C in 130, a bug in a traceback."""
     try:
-        sys.exit(app(standalone_mode=False))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = app(standalone_mode=False)
+        if code == 130:  # typer made an exit of an interrupt
+            raise KeyboardInterrupt
+        sys.exit(code)
     except PlaitError as error:
         typer.echo(f"plait: {error}", err=True)
         sys.exit(error.exit_code)
