@@ -74,7 +74,8 @@ def first_problem(error: ValidationError) -> str:
     # A bad element makes pydantic call its list too short as well: that is no second problem.
     others = [p for p in problems[1:] if not (p["type"] == "too_short" and p["loc"] == first["loc"][: len(p["loc"])])]
     more = f" ({len(others)} more like it)" if others else ""
-    return f"{place}: {message}{more}" if place else f"{message}{more}"
+    sentence = f"{place}: {message}{more}" if place else f"{message}{more}"
+    return sentence if sentence.endswith((".", "?")) else f"{sentence}."
 
 
 def read_json(path: Path, what: str) -> object:

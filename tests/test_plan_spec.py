@@ -172,7 +172,7 @@ def test_refusals(change: Callable[[dict[str, Any]], object], expected: str) -> 
     message = refusal(change)
     assert message.startswith(expected)
     if expected.endswith(("order", "model", "one per block")):
-        assert message == expected
+        assert message == f"{expected}."
 
 
 def test_a_rank_twice_in_one_replica_is_refused() -> None:
