@@ -1,13 +1,21 @@
-"""Cut the chain into stages: least (m - 1) x slowest stage + sum of stages, over all contiguous partitions.
+"""Cut the chain into stages: a bound that no partition beats, and a partition that is close to it.
 
-    minimise    (m - 1) C + sum over stages s of v[s][i_s, i_(s+1)]
-    subject to  0 = i_0 < i_1 < ... < i_P = end                          stages are runs of the chain, none empty
-                C >= v[s][i_s, i_(s+1)]                for every s       C is the steady pace
-                C >= (sum of stages + 2 X) / P                           and never below the mean round trip
+The makespan of a schedule is a longest path through its actions.  Every family of paths gives a lower bound that is
+linear in the stages' seconds.  With T_s the seconds of a micro-batch on stage s, pre_s = sum over i < s of
+(T_i + 2 x_i), post_s = sum over i > s of T_i + sum over i >= s of 2 x_i, m micro-batches, and w = min(P - 1 - s,
+m - 1) forwards that stage s runs ahead, each s has (1f1b)
 
-Values v may be lower bounds (`inf` where a stage cannot exist); the result is then a bound too.  For every pace C
-in ascending order the least sum is found by dynamic programming over (stage, position); the loop ends when
-even the least sum of all cannot pay for a slower pace.
+    stay      pre + m T                                        stage s is never idle
+    return    pre + post + (m - w (1 - r)) T                   it waits for its first backward (or its last)
+    visit     pre + q post + (m - (q - 1) w) T                 q round trips to the last stage in between,
+                                                               2 <= q <= (m - 1) // (w + 1) + 1
+
+where r >= 1/2 is the least share of a stage's seconds that its longer pass takes.  gpipe has pre + post + m T.
+
+    minimise Z   such that a partition exists with every path of every stage <= Z
+
+For a given Z a dynamic program from the last stage to the first keeps the least post for every (stage, position);
+pre is replaced by the least over all partitions, so Z stays a lower bound.  Z is found by bisection.
 """
 
 from __future__ import annotations
@@ -18,75 +26,119 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from specs.plan import Schedule
+
 Floats = npt.NDArray[np.float64]
 
-MAX_PACES = 400
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """What the bound needs besides the stages: transfers x between neighbours and the share r of the longer pass."""
+
+    num_stages: int
+    num_micro_batches: int
+    transfers: tuple[float, ...]
+    longer_share: float
+    schedule: Schedule
+
+    def transfers_before(self, stage: int) -> float:
+        return 2.0 * sum(self.transfers[:stage])
+
+    def transfers_after(self, stage: int) -> float:
+        return 2.0 * sum(self.transfers[stage:])
+
+    def paths(self, stage: int) -> list[tuple[float, float]]:
+        """(factor of post, factor of T) of every family of paths."""
+        m = self.num_micro_batches
+        if self.schedule == "gpipe":
+            return [(1.0, float(m))]
+        ahead = min(self.num_stages - 1 - stage, m - 1)
+        families = [(0.0, float(m)), (1.0, m - ahead * (1.0 - self.longer_share))]
+        most = (m - 1) // (ahead + 1) + 1
+        return families + [(float(q), float(m - (q - 1) * ahead)) for q in sorted({2, most}) if 2 <= q <= most]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Best partition under the values given.  `path` holds P + 1 positions; `bound` <= `seconds` (equal: optimal)."""
+    """`path` holds P + 1 positions; no partition has a longest path below `bound`."""
 
     path: tuple[int, ...]
-    seconds: float
     bound: float
 
 
+def pipeline_bound(shape: PipelineShape, seconds: Sequence[float]) -> float:
+    """The longest of the paths above for given stages: never above the simulated makespan."""
+    longest, before, after = 0.0, 0.0, float(sum(seconds))
+    for stage, own in enumerate(seconds):
+        after -= own
+        post = after + shape.transfers_after(stage)
+        pre = before + shape.transfers_before(stage)
+        longest = max(longest, *(pre + a * post + b * own for a, b in shape.paths(stage)))
+        before += own
+    return longest
+
+
 def best_partition(
-    values: Sequence[Floats], num_micro_batches: int, transfers: float, *, stop_at: float = np.inf
+    shape: PipelineShape, values: Sequence[Floats], *, at_least: float = 0.0, below: float, accuracy: float
 ) -> Partition | None:
-    """None when no partition is finite.  `transfers` is X, the sum of the seconds between neighbouring stages.
+    """Bisection for Z.  `values[s][i, j]`: stage s from position i to j, `inf` where it cannot be (also i >= j).
 
-    A search whose bound reaches `stop_at` ends early with what it has.
+    None when no partition has all its paths below `below` (finite).  `at_least` is a bound known before; the result
+    is exact up to the relative `accuracy`.
     """
-    num_stages, after = len(values), num_micro_batches - 1
-    pace = slowest_at_least(values)
-    if not np.isfinite(pace):
+    finder = _Finder(shape, values)
+    path = finder.path_within(below)
+    if path is None:
         return None
-    least, _ = _least_sum(values, np.inf)
-
-    def total(stage_sum: float, slowest: float) -> float:
-        return stage_sum + 2.0 * transfers + after * max(slowest, (stage_sum + 2.0 * transfers) / num_stages)
-
-    def at_pace(limit: float) -> tuple[float, tuple[int, ...]]:
-        stage_sum, path = _least_sum(values, limit)
-        slowest = max(float(v[i, j]) for v, i, j in zip(values, path, path[1:], strict=False))
-        return total(stage_sum, slowest), path
-
-    best = at_pace(pace)
-    slower = np.concatenate([v[(v > pace) & (v < np.inf)] for v in values])
-    slower = np.unique(slower[least + 2.0 * transfers + after * slower < best[0]])
-    for tried, limit in enumerate(slower.tolist()):
-        bound = total(least, limit)
-        if bound >= best[0]:
-            break
-        if bound >= stop_at or tried >= MAX_PACES:
-            return Partition(best[1], best[0], bound)
-        best = min(best, at_pace(limit))
-    return Partition(best[1], best[0], best[0])
+    low, high, step = max(at_least, finder.floor), below, accuracy
+    while high > low * (1.0 + accuracy):
+        # From a known bound upwards in growing steps, then halving.
+        middle = min(low * (1.0 + step), 0.5 * (low + high))
+        step *= 8.0
+        found = finder.path_within(middle)
+        if found is None:
+            low = middle
+        else:
+            high, path = middle, found
+    return Partition(path, low)
 
 
-def slowest_at_least(values: Sequence[Floats]) -> float:
-    """The least possible slowest stage."""
-    reach = np.full(values[0].shape[0], np.inf)
-    reach[0] = 0.0
-    for v in values:
-        reach = np.maximum(reach[:, None], v).min(axis=0)
-    return float(reach[-1])
+class _Finder:
+    """Asks for one set of values whether a partition exists within Z."""
 
+    def __init__(self, shape: PipelineShape, values: Sequence[Floats]) -> None:
+        self._shape = shape
+        self._values = values
+        size = values[0].shape[0]
+        reach = np.full(size, np.inf)
+        reach[0] = 0.0
+        self._before = []
+        for stage, v in enumerate(values):
+            self._before.append(reach + shape.transfers_before(stage))
+            reach = (reach[:, None] + v).min(axis=0)
+        least = float(reach[-1])
+        self.floor = least + 2.0 * sum(shape.transfers) if np.isfinite(least) else 0.0
 
-def _least_sum(values: Sequence[Floats], limit: float) -> tuple[float, tuple[int, ...]]:
-    """Least sum of stages none of which exceeds `limit`, with its path."""
-    reach = np.full(values[0].shape[0], np.inf)
-    reach[0] = 0.0
-    origins = []
-    columns = np.arange(reach.size)
-    for v in values:
-        sums = reach[:, None] + np.where(v <= limit, v, np.inf)
-        origin = sums.argmin(axis=0)
-        reach = sums[origin, columns]
-        origins.append(origin)
-    path = [reach.size - 1]
-    for origin in reversed(origins):
-        path.append(int(origin[path[-1]]))
-    return float(reach[-1]), tuple(reversed(path))
+    def path_within(self, limit: float) -> tuple[int, ...] | None:
+        """A partition all of whose paths may stay below `limit`, or None when there is none."""
+        shape = self._shape
+        post = np.full(self._values[0].shape[0], np.inf)
+        post[-1] = 0.0
+        choices = []
+        for stage in reversed(range(shape.num_stages)):
+            v = self._values[stage]
+            room = limit - self._before[stage][:, None]
+            after = post[None, :] + shape.transfers_after(stage)
+            total = v + post[None, :]
+            for a, b in shape.paths(stage):
+                fits = b * v <= room if a == 0.0 else a * after + b * v <= room
+                total = np.where(fits, total, np.inf)
+            choice = total.argmin(axis=1)
+            post = total[np.arange(total.shape[0]), choice]
+            choices.append(choice)
+        if not np.isfinite(post[0]):
+            return None
+        path = [0]
+        for choice in reversed(choices):
+            path.append(int(choice[path[-1]]))
+        return tuple(path)

@@ -13,14 +13,22 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
+from cost_models.topology import Span
 from specs.cluster import ClusterSpec, LinkLevel
 from specs.plan import Schedule, TrainingSpec
+
+RankOrder = Literal["replica", "stage"]
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One point of the outer space: P stages of D ranks, R replicas, micro-batches of b sequences."""
+    """One point of the outer space: P stages of D ranks, R replicas, micro-batches of b sequences.
+
+    `order` says whose ranks are neighbours: the stages of a replica, or the replicas of a stage.
+    """
 
     num_stages: int
     num_ranks: int
@@ -29,10 +37,18 @@ class Grid:
     num_micro_batches: int
     schedule: Schedule
     zero: Literal[0, 1]
+    order: RankOrder = "replica"
 
     @property
     def ranks_per_replica(self) -> int:
         return self.num_stages * self.num_ranks
+
+    def stage_positions(self, stage: int) -> Positions:
+        """Positions among the usable ranks of a stage, in all replicas: [replica, rank of the stage]."""
+        replicas, ranks = np.arange(self.num_replicas)[:, None], np.arange(self.num_ranks)[None, :]
+        if self.order == "stage":
+            return stage * self.num_replicas * self.num_ranks + replicas * self.num_ranks + ranks
+        return replicas * self.ranks_per_replica + stage * self.num_ranks + ranks
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations the stage holds at its peak."""
@@ -47,7 +63,7 @@ class Topology:
     def __init__(self, cluster: ClusterSpec) -> None:
         self.ranks = np.array(cluster.ranks(), dtype=np.int64)
         self._nodes = np.searchsorted(np.array(cluster.node_starts()), self.ranks, side="right") - 1
-        self._levels: dict[tuple[int, int], LinkLevel] = {}
+        self._levels: dict[int, LinkLevel] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -58,14 +74,21 @@ class Topology:
         """Usable ranks of the fullest domain."""
         return int(np.bincount(self._nodes).max()) if self.num_ranks else 0
 
-    def run_level(self, size: int, stride: int) -> LinkLevel:
-        """Level of all the runs [k stride, k stride + size): scale_up when none of them leaves its domain."""
-        key = (size, stride)
-        if key not in self._levels:
-            starts = np.arange(0, self.num_ranks - size + 1, stride)
-            inside = bool((self._nodes[starts] == self._nodes[starts + size - 1]).all())
-            self._levels[key] = "scale_up" if inside else "scale_out"
-        return self._levels[key]
+    def block_level(self, degree: int) -> LinkLevel:
+        """Level of the blocks of `degree` neighbours that the usable ranks divide into: scale_up when none of them
+        leaves its domain.
+        """
+        if degree not in self._levels:
+            starts = np.arange(0, self.num_ranks - degree + 1, degree)
+            inside = bool((self._nodes[starts] == self._nodes[starts + degree - 1]).all())
+            self._levels[degree] = "scale_up" if inside else "scale_out"
+        return self._levels[degree]
+
+    def span(self, positions: Positions) -> Span:
+        """A group of ranks by their positions among the usable ones."""
+        nodes = self._nodes[positions]
+        together = int((nodes == nodes[0]).sum())
+        return Span(len(positions), "scale_up" if together == len(positions) else "scale_out", together)
 
 
 def divisors(number: int) -> list[int]:
@@ -94,8 +117,11 @@ def enumerate_grids(
 def _variants(
     num_stages: int, num_ranks: int, num_replicas: int, micro_batch: int, num_micro_batches: int
 ) -> Iterator[Grid]:
-    schedules: tuple[Schedule, ...] = ("1f1b",)
+    """A single stage has one schedule and one order; with one holder of everything there is nothing to shard."""
+    schedules: tuple[Schedule, ...] = ("1f1b", "gpipe") if num_stages > 1 and num_micro_batches > 1 else ("1f1b",)
     shardings: tuple[Literal[0, 1], ...] = (0, 1) if num_ranks * num_replicas > 1 else (0,)
+    orders: tuple[RankOrder, ...] = ("replica", "stage") if num_stages > 1 and num_replicas > 1 else ("replica",)
     for schedule in schedules:
         for zero in shardings:
-            yield Grid(num_stages, num_ranks, num_replicas, micro_batch, num_micro_batches, schedule, zero)
+            for order in orders:
+                yield Grid(num_stages, num_ranks, num_replicas, micro_batch, num_micro_batches, schedule, zero, order)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from planner.knapsack import Label, choose, enumerate_labels, hull, relax
+from planner.knapsack import Label, choose, hull
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,10 +25,18 @@ MAX_PRICES = 48
 
 @dataclass(frozen=True)
 class OptionTable:
-    """The ways to run one distinct module, as parallel arrays: seconds per micro-batch, tail seconds, bytes."""
+    """The ways to run one distinct module, as parallel arrays.
 
-    seconds: Floats
-    tail: Floats
+    Seconds of a micro-batch's forward and backward with communication; seconds of gradient sync and of the optimizer
+    once a step (lower bounds that add up over modules); sum of squares of the two passes' computing seconds; bytes
+    held always, per micro-batch in flight, and at work.
+    """
+
+    forward: Floats
+    backward: Floats
+    sync: Floats
+    update: Floats
+    spread: Floats
     static: Floats
     activation: Floats
     working: Floats
@@ -36,26 +44,34 @@ class OptionTable:
 
 @dataclass(frozen=True)
 class StageChoice:
-    """A solved stage.  `selection[k]` lists (option, count) of distinct module k; weighted = seconds + w x tail."""
+    """A solved stage.  `selection[k]` lists (option, count) of distinct module k; `weighted` is what was minimised."""
 
     weighted: float
-    seconds: float
-    tail: float
     selection: tuple[tuple[tuple[int, int], ...], ...]
 
 
 class StageSolver:
-    """Solves stages by content.  `capacity` in bytes; `weight` w of a tail second against a micro-batch second."""
+    """Solves stages by content: least weighted seconds within `capacity` bytes.
+
+    # weighted = forward + backward + a sync + b update      a, b weights of once-a-step seconds
+    """
 
     def __init__(
-        self, tables: Sequence[OptionTable], counts: npt.NDArray[np.int64], capacity: float, weight: float
+        self,
+        tables: Sequence[OptionTable],
+        counts: npt.NDArray[np.int64],
+        capacity: float,
+        *,
+        sync_weight: float,
+        update_weight: float,
     ) -> None:
         self.tables = tables
         self.counts = counts
         self.capacity = capacity
-        self.weight = weight
         self.num_labels = 0
-        self.weighted = [table.seconds + weight * table.tail for table in tables]
+        self.weighted = [
+            table.forward + table.backward + sync_weight * table.sync + update_weight * table.update for table in tables
+        ]
         self._exact: dict[tuple[int, int], StageChoice | None] = {}
 
     def memory(self, kind: int, in_flight: int) -> Floats:
@@ -100,32 +116,6 @@ class StageSolver:
                 best = (label.seconds, _renumber(label, usable))
         return None if best is None else self._choice(kinds, best[1])
 
-    def front(self, content: int, in_flight: int, limit: float, max_labels: int) -> list[StageChoice]:
-        """All choices of at most `limit` seconds that none beats in seconds and tail.
-
-        Raises `MemoryError` past `max_labels` labels.
-        """
-        kinds, counts, memory, works = self._problem(content, in_flight)
-        found: list[StageChoice] = []
-        for work in works:
-            usable, _, bytes_ = self._within(kinds, memory, work)
-            seconds = [self.tables[k].seconds[u] for k, u in zip(kinds, usable, strict=True)]
-            tails = [self.tables[k].tail[u] for k, u in zip(kinds, usable, strict=True)]
-            capacity = self.capacity - work
-            relaxed = relax(counts, seconds, bytes_, capacity)
-            if relaxed is None or relaxed.bound > limit:
-                continue
-            labels = enumerate_labels(
-                counts, seconds, tails, bytes_, capacity, price=relaxed.price, limit=limit, max_labels=max_labels
-            )
-            self.num_labels += len(labels)
-            found += [self._choice(kinds, _renumber(label, usable)) for label in labels]
-        kept: list[StageChoice] = []
-        for choice in sorted(found, key=lambda c: (c.seconds, c.tail)):
-            if not kept or choice.tail < kept[-1].tail:
-                kept.append(choice)
-        return kept
-
     def _problem(self, content: int, in_flight: int) -> tuple[list[int], list[int], list[Floats], list[float]]:
         """Kinds present, their counts and bytes, and the possible largest working memories, descending."""
         kinds = [int(kind) for kind in np.flatnonzero(self.counts[content])]
@@ -144,14 +134,12 @@ class StageSolver:
         return usable, weighted, [m[u] for m, u in zip(memory, usable, strict=True)]
 
     def _choice(self, kinds: list[int], selection: list[list[tuple[int, int]]]) -> StageChoice:
-        seconds = tail = 0.0
+        weighted = 0.0
         by_kind: list[tuple[tuple[int, int], ...]] = [()] * len(self.tables)
         for kind, chosen in zip(kinds, selection, strict=True):
             by_kind[kind] = tuple(chosen)
-            for option, number in chosen:
-                seconds += number * float(self.tables[kind].seconds[option])
-                tail += number * float(self.tables[kind].tail[option])
-        return StageChoice(seconds + self.weight * tail, seconds, tail, tuple(by_kind))
+            weighted += sum(number * float(self.weighted[kind][option]) for option, number in chosen)
+        return StageChoice(weighted, tuple(by_kind))
 
 
 def _renumber(label: Label, usable: list[npt.NDArray[np.int64]]) -> list[list[tuple[int, int]]]:

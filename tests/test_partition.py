@@ -93,10 +93,12 @@ def test_run_levels_follow_the_domains():
     topology = Topology(cluster(4, 4, missing=(0,)))
     assert topology.num_ranks == 7
     assert topology.domain == 4
-    assert topology.run_level(1, 1) == "scale_up"
-    assert topology.run_level(2, 2) == "scale_out"
-    assert Topology(cluster(6, 6)).run_level(3, 3) == "scale_up"
-    assert Topology(cluster(6, 6)).run_level(4, 4) == "scale_out"
+    assert topology.block_level(1) == "scale_up"
+    assert topology.block_level(2) == "scale_out"
+    assert Topology(cluster(6, 6)).block_level(3) == "scale_up"
+    assert Topology(cluster(6, 6)).block_level(4) == "scale_out"
+    assert topology.span(np.array([0, 1, 3, 4])) == (4, "scale_out", 2)
+    assert topology.span(np.array([3, 4])) == (2, "scale_up", 2)
 
 
 def test_grids_use_every_rank_and_divide_the_batch():

@@ -1,0 +1,203 @@
+"""The inner search: for one grid point, the best partition of the chain and the best options in every stage.
+
+    minimise    makespan(T) + sync_0 + max of update_s + constant
+    T_s seconds of a micro-batch on stage s; sync_0 gradient sync of the first stage, which finishes last;
+    update_s optimizer.  (What the finished layout costs beyond that, `cost_models.step.price` adds.)
+
+No path through the schedule visits a stage more than m times, and none has more than m + P - 1 visits.  So with
+
+    v_s = T_s + update_s / (m + P - 1) + [s = 0] sync_0 / m
+
+makespan(v) is never above the objective (and equal for one stage): partitions under v give bounds.  Stages are
+bounded by their linear relaxation first and solved exactly only when they lie on the best path; the loop ends when
+the whole path is exact, or when its bound reaches the incumbent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.pipeline import simulate
+from cost_models.step import expected_maximum
+from planner.chain import NO_CONTENT, Chain
+from planner.layout import Assignment, Layout
+from planner.options import Menu, OptionSource
+from planner.partition import PipelineShape, best_partition
+from planner.space import Grid
+from planner.stage import OptionTable, StageChoice, StageSolver
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A solved stage, and which menu its options come from."""
+
+    menu: int
+    choice: StageChoice
+
+
+@dataclass
+class Incumbent:
+    """The best layout so far over all grid points.  `price` gives the exact step seconds of a layout."""
+
+    price: Callable[[Layout], float]
+    seconds: float = np.inf
+    layout: Layout | None = None
+    priced: dict[Layout, float] = field(default_factory=dict)
+
+    def offer(self, layout: Layout, at_least: float) -> None:
+        """Price a layout unless its bound says that it cannot be better."""
+        if at_least >= self.seconds or layout in self.priced:
+            return
+        seconds = self.priced[layout] = self.price(layout)
+        if seconds < self.seconds:
+            self.seconds, self.layout = seconds, layout
+
+
+class GridSearch:
+    """One grid point whose stages each use the options of one of `menus`; `capacity` in bytes for modules alone."""
+
+    def __init__(
+        self, chain: Chain, grid: Grid, menus: Sequence[Menu], source: OptionSource, *, capacity: float
+    ) -> None:
+        self.chain = chain
+        self.grid = grid
+        self.menus = menus
+        overhead, m = source.costs.overhead, grid.num_micro_batches
+        self.host = overhead.other_seconds_per_action
+        self.jitter = source.costs.jitter * expected_maximum(grid.num_replicas)
+        self.shape = PipelineShape(
+            num_stages=grid.num_stages,
+            num_micro_batches=m,
+            transfers=source.transfer_seconds(grid),
+            longer_share=min(menu.longer_share for menu in menus),
+            schedule=grid.schedule,
+        )
+        least_spread = sum(
+            count * min(float(menu.tables[kind].spread.min()) for menu in menus)
+            for kind, count in enumerate(chain.totals.tolist())
+        )
+        self.other = overhead.other_seconds_per_step
+        self.constant = self.other + self.jitter * float(np.sqrt(m * least_spread / grid.num_stages))
+        visits = m + grid.num_stages - 1
+        self._solvers = [
+            [
+                StageSolver(menu.tables, chain.counts, capacity, sync_weight=sync, update_weight=1.0 / visits)
+                for menu in menus
+            ]
+            for sync in (1.0 / m, 0.0)
+        ]
+        self._values: dict[tuple[bool, int], Floats] = {}
+        self._results: dict[tuple[bool, int, int], StageResult | None] = {}
+
+    @property
+    def num_labels(self) -> int:
+        return sum(solver.num_labels for solvers in self._solvers for solver in solvers)
+
+    def run(self, incumbent: Incumbent, tolerance: float, deadline: float) -> float:
+        """Offer layouts to the incumbent; return a lower bound of this grid point's step seconds (`inf`: none fits).
+
+        Ends early when the bound is within `tolerance` (relative) of the incumbent, or at the deadline.
+        """
+        bound = 0.0
+        while True:
+            matrices = [self._matrix(stage) for stage in range(self.grid.num_stages)]
+            worst = self._worst(matrices)
+            if not np.isfinite(worst):
+                return np.inf
+            enough = incumbent.seconds * (1.0 - tolerance) - self.constant
+            found = best_partition(
+                self.shape, matrices, at_least=bound, below=min(enough, worst), accuracy=tolerance / 4.0
+            )
+            if found is None:
+                return max(bound, enough) + self.constant
+            bound = found.bound
+            if not self._offer(found.path, incumbent) or time.monotonic() > deadline:
+                return bound + self.constant
+
+    def lower(self, stages: Sequence[StageResult]) -> float:
+        """The objective of a solved layout: never above its price."""
+        forward, backward, spread, update = (
+            [self._total(stage, column) for stage in stages] for column in ("forward", "backward", "spread", "update")
+        )
+        timing = simulate(
+            self.grid.schedule,
+            [seconds + self.host for seconds in forward],
+            [seconds + self.host for seconds in backward],
+            self.shape.transfers,
+            self.grid.num_micro_batches,
+        )
+        straggler = self.jitter * float(np.sqrt(self.grid.num_micro_batches * max(spread)))
+        once = self._total(stages[0], "sync") + max(update)
+        return timing.makespan_seconds + once + straggler + self.other
+
+    def _values_of(self, first: bool, in_flight: int) -> Floats:
+        """Weighted seconds of every content: exact where solved, else a bound; `inf` where it cannot fit."""
+        key = (first, in_flight)
+        if key not in self._values:
+            bounds = [solver.bounds(in_flight) for solver in self._solvers[not first]]
+            self._values[key] = np.minimum.reduce(bounds) + 2.0 * self.host
+        return self._values[key]
+
+    def _matrix(self, stage: int) -> Floats:
+        values = self._values_of(stage == 0, self.grid.in_flight(stage))
+        contents = self.chain.contents
+        matrix: Floats = np.where(contents == NO_CONTENT, np.inf, values[contents])
+        return matrix
+
+    def _worst(self, matrices: Sequence[Floats]) -> float:
+        """A makespan that some partition reaches; `inf` when there is none.  (Least sum, every stage m times.)"""
+        reach = matrices[0][0]
+        for matrix in matrices[1:]:
+            reach = (reach[:, None] + matrix).min(axis=0)
+        transfers = 2.0 * self.grid.num_micro_batches * sum(self.shape.transfers)
+        return 1.001 * (self.grid.num_micro_batches + 1) * (float(reach[-1]) + transfers)
+
+    def _offer(self, path: tuple[int, ...], incumbent: Incumbent) -> bool:
+        """Solve the stages of a path; offer the layout when all of them fit.  False when nothing new was solved."""
+        known = len(self._results)
+        results = [
+            self._result(stage, int(self.chain.contents[start, stop]))
+            for stage, (start, stop) in enumerate(pairwise(path))
+        ]
+        stages = [result for result in results if result is not None]
+        if len(stages) == len(results):
+            boundaries = tuple(self.chain.positions[position] for position in path)
+            layout = Layout(self.grid, boundaries, tuple(self._assignment(stage) for stage in stages))
+            incumbent.offer(layout, self.lower(stages))
+        return len(self._results) > known
+
+    def _result(self, stage: int, content: int) -> StageResult | None:
+        """The best choice of a content in weighted seconds, over the menus."""
+        first, in_flight = stage == 0, self.grid.in_flight(stage)
+        key = (first, in_flight, content)
+        if key not in self._results:
+            solved = [(menu, solver.solve(content, in_flight)) for menu, solver in enumerate(self._solvers[not first])]
+            fitting = [StageResult(menu, choice) for menu, choice in solved if choice is not None]
+            best = min(fitting, key=lambda result: result.choice.weighted, default=None)
+            self._results[key] = best
+            value = np.inf if best is None else best.choice.weighted + 2.0 * self.host
+            self._values_of(first, in_flight)[content] = value
+        return self._results[key]
+
+    def _assignment(self, stage: StageResult) -> Assignment:
+        options = self.menus[stage.menu].options
+        return tuple(
+            tuple((options[kind][option], number) for option, number in chosen)
+            for kind, chosen in enumerate(stage.choice.selection)
+        )
+
+    def _total(self, stage: StageResult, column: str) -> float:
+        tables: tuple[OptionTable, ...] = self.menus[stage.menu].tables
+        return sum(
+            number * float(getattr(tables[kind], column)[option])
+            for kind, chosen in enumerate(stage.choice.selection)
+            for option, number in chosen
+        )
