@@ -10,7 +10,7 @@ from pathlib import Path
 from cost_models.collectives import scale_out_seconds, scale_up_seconds
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, score_flop
 from cost_models.interface import ModuleCost
-from cost_models.kernels import Work, backward_work, forward_work, repeated_work
+from cost_models.kernels import Work, backward_work, forward_work, matrix_seconds, repeated_work
 from cost_models.memory import ACTIVATION_BYTES, activation_bytes, working_bytes
 from cost_models.share import Share
 from cost_models.stacks import Stack, stack
@@ -29,6 +29,7 @@ class Efficiency:
     """What a device reaches of its datasheet peaks; rates are fractions, times seconds."""
 
     matrix_efficiency: dict[Precision, float]
+    matrix_depth_overhead: float
     attention_forward_efficiency: float
     attention_backward_efficiency: float
     memory_efficiency: float
@@ -134,16 +135,15 @@ class DeviceCosts:
         return "bf16" if self._precision == "fp8" else self._precision
 
     def _seconds(self, work: Work) -> float:
-        """# t = F / (e P) + bytes / (e_m B) + kernels x launch      a sum, not a maximum: kernels follow each other
-        #   F matrix operations, P peak, B memory bytes/s, e what large shapes reach of them
-        """
-        rate = self._device.peak_flop_per_second[self._precision] * self._efficiency.matrix_efficiency[self._precision]
-        memory = self._device.memory_bytes_per_second * self._efficiency.memory_efficiency
-        return (
-            work.matrix_flop / rate
-            + (work.matrix_bytes + work.traffic_bytes) / memory
-            + work.num_kernels * self._efficiency.kernel_seconds
+        """Matrix products, and element-wise kernels at the memory's rate; a sum, for kernels follow each other."""
+        efficiency, precision = self._efficiency, self._precision
+        rate = self._device.peak_flop_per_second[precision] * efficiency.matrix_efficiency[precision]
+        memory = self._device.memory_bytes_per_second * efficiency.memory_efficiency
+        products = sum(
+            matrix_seconds(product, rate, efficiency.matrix_depth_overhead, efficiency.kernel_seconds)
+            for product in work.products
         )
+        return products + work.traffic_bytes / memory + work.num_kernels * efficiency.kernel_seconds
 
     def _communication(self, module: Module, degree: int, block_tokens: int, level: LinkLevel) -> tuple[float, float]:
         """Exposed seconds in (forward, backward): gather and scatter, and in backward the input's second gather."""
