@@ -89,6 +89,55 @@ def schema(
 
 
 @app.command()
+def profile(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the profile.")] = Path("profile.json"),
+    model: Annotated[
+        str, typer.Option(help="Whose modules to time: preset, model file or Hugging Face config.json.")
+    ] = "demo",
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Workers on this node; default: one per device.")] = None,
+    backend: Annotated[
+        Literal["gloo", "nccl"] | None, typer.Option(help="Default: nccl where a GPU is, else gloo.")
+    ] = None,
+    block_sequences: Annotated[
+        str, typer.Option(help="Sequences that a block may hold (micro-batch x degree / ranks), comma-separated.")
+    ] = "1,2,4,8",
+    degrees: Annotated[
+        str | None, typer.Option(help="Degrees to time, comma-separated; default: all divisors of the ranks.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per layout and round.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Times to go through all layouts.")] = 2,
+) -> None:
+    """Measure this cluster: modules in situ at every degree, optimizer, collectives, spread between ranks.
+
+    On one node it starts its own workers. On several: torchrun --nnodes N --nproc-per-node 8 ... -m cli profile
+    """
+    from profiles.start import start_profile
+    from specs.presets import load_model
+
+    start_profile(
+        load_model(model),
+        out,
+        seq_len=seq_len,
+        num_ranks=nproc,
+        backend=backend,
+        block_sequences=_integers("--block-sequences", block_sequences),
+        degrees=None if degrees is None else _integers("--degrees", degrees),
+        steps=steps,
+        rounds=rounds,
+    )
+    typer.echo(f"wrote {out}")
+
+
+def _integers(option: str, text: str) -> list[int]:
+    """`1,2,4` as numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{option} {text!r} is not a list of positive integers such as 1,2,4")
+    return [int(part) for part in parts]
+
+
+@app.command()
 def train(
     plan: Annotated[Path, typer.Argument(help="plan.json from `plait plan`.")],
     out: Annotated[Path, typer.Option(help="Run folder: log, checkpoints, prepared data.")],

@@ -50,11 +50,12 @@ class Engine:
         device: torch.device,
         seed: int,
         dtype: torch.dtype | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
         self.layout = Layout(plan, dist.get_rank())
-        self.clock = Clock(device)
+        self.clock = Clock(device) if clock is None else clock
         self.dtype = DTYPES[plan.training.precision] if dtype is None else dtype
         holdings = tensor_holdings(plan)
         layouts = bucket_layouts(holdings)

@@ -187,11 +187,12 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float):  # type: ignore[no-untyped-def]
+    def forward(
+        ctx, block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float, needs_grad: bool
+    ):  # type: ignore[no-untyped-def]
         gathered = block.all_gather(x)
-        needs_grad = any(ctx.needs_input_grad)
         loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        grad_x = torch.empty_like(gathered) if needs_grad else None
+        grad_x = torch.empty_like(gathered) if train else None
         grad_weight = None
         piece = max(1, MAX_LOGIT_ELEMENTS // weight.shape[0])
         for start in range(0, gathered.shape[0], piece):
@@ -209,7 +210,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         grad_x, grad_weight = ctx.saved_tensors
-        return None, None, grad_x * grad.to(grad_x.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+        return None, None, grad_x * grad.to(grad_x.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
 
 
 def _piece_loss(
@@ -239,4 +240,4 @@ def vocabulary_cross_entropy(
     x [chunk tokens, hidden]; weight [own vocabulary rows, hidden], the first of which is row `row_start`;
     targets [block tokens].
     """
-    return _VocabularyCrossEntropy.apply(block, row_start, x, weight, targets, scale)
+    return _VocabularyCrossEntropy.apply(block, row_start, x, weight, targets, scale, torch.is_grad_enabled())

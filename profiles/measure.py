@@ -1,0 +1,107 @@
+"""Measures a cluster: what every rank of `plait profile` runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from executor.device import process_group, versions
+from executor.launch import end_with_parent, report_error
+from profiles.collectives import CollectiveTimings
+from profiles.device import measured_device, seen_cluster
+from profiles.modules import NUM_MICRO_BATCHES, NUM_WARM_UP_STEPS, InSituTimings, loading_seconds_per_sequence
+from profiles.options import ProfileOptions
+from specs.base import load_document
+from specs.errors import PlaitError
+from specs.plan import Provenance
+from specs.profile import Profile
+
+METHOD = (
+    "Modules in situ: steps of a model of each distinct module once, one degree everywhere, all ranks running, "
+    f"{NUM_MICRO_BATCHES} micro-batches a step, {NUM_WARM_UP_STEPS} steps of warm-up; layouts interleaved over rounds; "
+    "means over ranks and steps. Collectives: all groups of a size at once after a barrier."
+)
+
+
+def measure(options: ProfileOptions) -> None:
+    """Measure on this rank; rank 0 writes the profile.  All ranks must call it together."""
+    with process_group(options.backend, options.timeout_seconds) as device:
+        world_size = dist.get_world_size()
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        measured = measured_device(device, options.precision, local_size)
+        bare = seen_cluster(measured, (), world_size=world_size, local_size=world_size)
+        modules = InSituTimings(options, bare, device)
+        collectives = CollectiveTimings(device, local_size, options.largest_payload_bytes)
+        _run_all(options, modules, collectives)
+        network = collectives.timings()
+        profile = Profile(
+            made=Provenance(
+                created_by="plait profile",
+                created_at=options.created_at,
+                command=options.command,
+                inputs={"model": options.model.sha256()},
+                versions=versions(),
+            ),
+            method=METHOD,
+            cluster=seen_cluster(measured, network, world_size=world_size, local_size=local_size),
+            backend=options.backend,
+            world_size=world_size,
+            modules=modules.timings(),
+            collectives=network,
+            optimizer=modules.optimizer_timings(),
+            overhead=modules.overhead(loading_seconds_per_sequence(options.seq_len)),
+        )
+        if dist.get_rank() == 0:
+            profile.save(options.out)
+
+
+def _run_all(options: ProfileOptions, modules: InSituTimings, collectives: CollectiveTimings) -> None:
+    """All layouts and operations, in rounds, with a bar on rank 0."""
+    layouts = modules.layouts()
+    steps = NUM_WARM_UP_STEPS + options.num_steps
+    # A layout's step costs about in proportion to its tokens; an operation on a payload about one small step.
+    weights = {layout: steps * layout[1] for layout in layouts}
+    total = options.num_rounds * (sum(weights.values()) + collectives.num_units)
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=dist.get_rank() != 0 or not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=total)
+
+        def go_through(work: Iterator[None], weight: float) -> None:
+            for _ in work:
+                bar.advance(task, weight)
+
+        for number in range(1, options.num_rounds + 1):
+            for degree, sequences in layouts:
+                bar.update(task, description=f"round {number}: modules, degree {degree}, {sequences} sequences a block")
+                go_through(modules.run(degree, sequences), sequences)
+            bar.update(task, description=f"round {number}: collectives")
+            go_through(collectives.run(), 1)
+            if dist.get_rank() == 0 and not console.is_terminal:
+                print(f"round {number} of {options.num_rounds} done", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Worker process of the launcher: the options file is the only argument."""
+    end_with_parent()
+    try:
+        measure(load_document(ProfileOptions, Path(sys.argv[1]), "options"))
+    except PlaitError as error:
+        report_error(error)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Samples of all ranks made into one timing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from specs.profile import Timing
+
+
+def gathered_timing(samples: list[float], *, floor: float = 1e-9) -> Timing:
+    """Mean and spread over ranks and repetitions; a collective.  A mean below `floor`, a clock tick, becomes that."""
+    mine = torch.tensor(samples, dtype=torch.float64)
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    parts = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine.to(device))
+    table = torch.stack(parts).cpu()  # [ranks, repetitions]
+    by_rank, by_repetition = table.mean(dim=1), table.mean(dim=0)
+    mean = max(float(table.mean()), floor, 1e-12)
+    return Timing(
+        mean_seconds=mean,
+        std_seconds=float(by_repetition.std()) if by_repetition.numel() > 1 else 0.0,
+        min_seconds=float(table.min()),
+        max_seconds=float(table.max()),
+        rank_spread=float(by_rank.max() - by_rank.min()) / mean,
+        repetitions=len(samples),
+    )
