@@ -8,10 +8,11 @@ spares, `plait simulate` says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from cost_models.degraded import exact_factor, hardware_failures_per_second, outages
+from cost_models.degraded import Outages, exact_factor, hardware_failures_per_second, outages
 from cost_models.failures import (
     class_rates,
     default_failure_model,
@@ -183,7 +184,10 @@ def factors_of(
         micro_batches=1,
         devices_per_host=model.devices_per_host,
     )
-    renewal, degraded, rejoin = best_rejoin(model, times, geometry, DROP.with_spares(spare_nodes), whole_only(group))
+    policy, shares = DROP.with_spares(spare_nodes), whole_only(group)
+    renewal, degraded, rejoin = best_rejoin(
+        model, times, geometry, lambda out: exact_factor(policy, geometry, shares, out)
+    )
     return GoodputFactors(
         renewal_factor=renewal,
         degraded_factor=degraded,
@@ -200,7 +204,7 @@ def factors_of(
     )
 
 
-DROP = Policy("drop replica, packed", "drop")
+DROP = Policy("drop", "drop")
 
 
 def whole_only(group_size: int) -> tuple[float, ...]:
@@ -209,9 +213,9 @@ def whole_only(group_size: int) -> tuple[float, ...]:
 
 
 def best_rejoin(
-    model: FailureModel, times: Times, geometry: Geometry, policy: Policy, shares: tuple[float, ...]
+    model: FailureModel, times: Times, geometry: Geometry, share_in: Callable[[Outages], float]
 ) -> tuple[float, float, Rejoin]:
-    """(G, X, how) of the better way to take repaired devices back.
+    """(G, X, how) of the better way to take repaired devices back; `share_in` gives X for given outages.
 
     At once: each repair costs a planned restart.  With the next restart: it costs nothing, but the device waits 1 /
     lambda longer.  Both count every repair, though some need not lead to a restart.
@@ -224,8 +228,8 @@ def best_rejoin(
     eager_out = outages(model, host_size=size, num_devices=number)
     lazy = times.renewal()
     lazy_out = outages(model, host_size=size, num_devices=number, wait_seconds=1.0 / rate)
-    eager_share = exact_factor(policy, geometry, shares, eager_out)
-    lazy_share = exact_factor(policy, geometry, shares, lazy_out)
+    eager_share = share_in(eager_out)
+    lazy_share = share_in(lazy_out)
     if eager * eager_share >= lazy * lazy_share:
         return eager, eager_share, "at-once"
     return lazy, lazy_share, "next-restart"

@@ -90,19 +90,19 @@ DEEPEST = 8
 POWER_BOOST = 1.14
 
 
-def standard_policies(spare_domains: int = 0) -> tuple[Policy, ...]:
+def standard_policies(spare_domains: int = 0, *, keep_batch: bool = False) -> tuple[Policy, ...]:
     """Those that are compared side by side."""
     plain = (
-        Policy("stop and wait", "wait"),
-        Policy("drop replica", "drop", packed=False),
-        Policy("drop replica, packed", "drop"),
-        Policy("re-split stages", "composed", resplit=True),
+        Policy("wait", "wait"),
+        Policy("drop-in-place", "drop", packed=False),
+        Policy("drop", "drop"),
+        Policy("resplit", "composed", resplit=True),
         Policy("ntp", "ntp"),
-        Policy("ntp, per-module blocks", "composed"),
-        Policy("ntp, power boost", "ntp", boost=POWER_BOOST),
-        Policy("per-module blocks, boost", "composed", boost=POWER_BOOST),
+        Policy("composed", "composed"),
+        Policy("ntp-boost", "ntp", boost=POWER_BOOST),
+        Policy("composed-boost", "composed", boost=POWER_BOOST),
     )
-    return tuple(policy.with_spares(spare_domains) for policy in plain)
+    return tuple(replace(policy, spare_domains=spare_domains, keep_batch=keep_batch) for policy in plain)
 
 
 def slowdowns(policy: Policy, geometry: Geometry, works: Sequence[StageWork]) -> tuple[float, ...]:

@@ -80,6 +80,7 @@ class SlowDevices(Spec):
     node_fraction: float = Field(ge=0.0, le=1.0)  # nodes that are slow all the time
     slowdown: float = Field(ge=1.0)  # their step time over nominal
     step_time_spread: NonNegativeFloat  # standard deviation of a rank's step time over its mean, nominal devices
+    link_time_spread: NonNegativeFloat  # standard deviation over mean of a collective between hosts, over its groups
     episodes_per_device_day: NonNegativeFloat
     episode_slowdown: float = Field(ge=1.0)
     episode_minutes: NonNegativeFloat
