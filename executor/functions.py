@@ -188,7 +188,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float, needs_grad: bool
+        ctx, block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float, train: bool
     ):  # type: ignore[no-untyped-def]
         gathered = block.all_gather(x)
         loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

@@ -27,11 +27,11 @@ class WorkerError(PlaitError):
     exit_code = 1
 
 
-def run_workers(arguments: Sequence[str], num_workers: int, *, threads: int = 1) -> None:
+def run_workers(arguments: Sequence[str], num_workers: int, *, after_crash: str) -> None:
     """Run `python -m arguments...` once per rank with torchrun's environment variables, until all are done.
 
     The first failure ends the others and is raised: a worker's own `PlaitError` with its message and exit code, a
-    crash as `WorkerError`.  Ctrl-C and SIGTERM ask the workers for a clean stop; a second Ctrl-C ends them at once.
+    crash as `WorkerError` with `after_crash` as the next step.  Ctrl-C and SIGTERM ask the workers for a clean stop; a second Ctrl-C ends them at once.
     """
     with tempfile.TemporaryDirectory(prefix="plait-") as folder:
         error_file = Path(folder) / "error.json"
@@ -41,7 +41,7 @@ def run_workers(arguments: Sequence[str], num_workers: int, *, threads: int = 1)
             "LOCAL_WORLD_SIZE": str(num_workers),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             ERROR_FILE: str(error_file),
             STARTED: os.environ.get(STARTED, repr(time.time())),
         }
@@ -54,7 +54,7 @@ def run_workers(arguments: Sequence[str], num_workers: int, *, threads: int = 1)
                 # A session of their own: Ctrl-C reaches the launcher alone, which asks for a clean stop.
                 workers.append(subprocess.Popen(command, env=environment, start_new_session=True))
             try:
-                _wait(workers, error_file)
+                _wait(workers, error_file, after_crash)
             except KeyboardInterrupt:
                 _stop_cleanly(workers)
                 raise
@@ -73,19 +73,19 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(workers: Sequence[subprocess.Popen[bytes]], error_file: Path) -> None:
+def _wait(workers: Sequence[subprocess.Popen[bytes]], error_file: Path, after_crash: str) -> None:
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             time.sleep(0.2)  # the first to fail may still be writing why
-            _raise_failure(failed, error_file)
+            _raise_failure(failed, error_file, after_crash)
         if all(code == 0 for code in codes):
             return
         time.sleep(0.05)
 
 
-def _raise_failure(failed: list[tuple[int, int | None]], error_file: Path) -> None:
+def _raise_failure(failed: list[tuple[int, int | None]], error_file: Path, after_crash: str) -> None:
     if error_file.exists():
         entry = json.loads(error_file.read_text())
         error = BadInputError(entry["message"])
@@ -96,8 +96,7 @@ def _raise_failure(failed: list[tuple[int, int | None]], error_file: Path) -> No
     cause = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     hint = " (the machine may have run out of memory)" if code == -signal.SIGKILL else ""
     raise WorkerError(
-        f"worker {rank} {cause}{hint}; the other workers were ended. Its own message is above. "
-        "`plait train ... --resume` continues from the last checkpoint."
+        f"worker {rank} {cause}{hint}; the other workers were ended. What it had to say is above. {after_crash}"
     )
 
 

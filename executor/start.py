@@ -41,7 +41,8 @@ def start_run(plan_path: Path, out: Path, given: Mapping[str, object], *, resume
         file=sys.stderr,
         flush=True,
     )
-    run_workers(["executor.train", str(out)], plan.world_size)
+    after_crash = "The same command with --resume continues from the last checkpoint."
+    run_workers(["executor.train", str(out)], plan.world_size, after_crash=after_crash)
 
 
 def _options(out: Path, given: Mapping[str, object], *, resume: bool) -> TrainOptions:

@@ -75,7 +75,7 @@ def start_profile(
     with tempfile.TemporaryDirectory(prefix="plait-") as folder:
         path = Path(folder) / "options.json"
         options.save(path)
-        run_workers(["profiles.measure", str(path)], ranks)
+        run_workers(["profiles.measure", str(path)], ranks, after_crash="Nothing was written.")
 
 
 def _check_writable(out: Path) -> None:
