@@ -44,8 +44,10 @@ def rate(value: float, unit: str) -> str:
 
 
 def percent(fraction: float, *, signed: bool = False) -> str:
-    """`12.3 %`; with a sign for differences."""
-    return f"{fraction * 100:+.1f} %" if signed else f"{fraction * 100:.1f} %"
+    """`12.3 %`, `1,765 %`; with a sign for differences."""
+    value = fraction * 100
+    digits = 1 if abs(value) < 999.5 else 0
+    return f"{value:+,.{digits}f} %" if signed else f"{value:,.{digits}f} %"
 
 
 def _three_digits(value: float) -> str:

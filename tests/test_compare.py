@@ -19,7 +19,7 @@ from reports.account import account_of, attempts_of
 from reports.compare import Spread, compare, compare_run
 from reports.comparison_plot import draw
 from reports.comparison_table import render
-from reports.units import num_bytes, rate, seconds
+from reports.units import num_bytes, percent, rate, seconds
 from specs.errors import BadInputError
 from specs.runlog import CheckpointRecord, EvaluationRecord, Record
 from tests import runs
@@ -235,6 +235,9 @@ def test_picture_is_drawn_whole(tmp_path: Path) -> None:
         (seconds(245), "4 min 05 s"),
         (seconds(7800), "2 h 10 min"),
         (seconds(-0.5), "-500 ms"),
+        (percent(0.1234), "12.3 %"),
+        (percent(-0.1234, signed=True), "-12.3 %"),
+        (percent(17.647, signed=True), "+1,765 %"),
         (num_bytes(312), "312 B"),
         (num_bytes(4096), "4.00 KiB"),
         (num_bytes(1023.9 * 2**20), "1.00 GiB"),
