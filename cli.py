@@ -35,15 +35,22 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"plait {version('plait')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    version: Annotated[  # noqa: ARG001
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
+    ] = False,
 ) -> None:
-    if version:
-        from importlib.metadata import version as version_of
-
-        typer.echo(f"plait {version_of('plait')}")
-        raise typer.Exit
+    pass
 
 
 @app.command()
@@ -180,6 +187,87 @@ def train(
         "backend": backend,
     }
     start_run(plan, out, given, resume=resume)
+
+
+@app.command()
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="plan.json from `plait plan`.")],
+    days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="Length of the run.")] = 30.0,
+    policy: Annotated[
+        Literal[
+            "drop",
+            "drop-in-place",
+            "wait",
+            "resplit",
+            "ntp",
+            "composed",
+            "ntp-boost",
+            "composed-boost",
+            "all",
+        ],
+        typer.Option(help="What happens to a replica that lost a device; [bold]all[/bold] compares them."),
+    ] = "drop",
+    spares: Annotated[
+        int | None, typer.Option(min=0, max=100_000, help="Spare nodes (default: those the plan leaves unused).")
+    ] = None,
+    keep_batch: Annotated[
+        bool, typer.Option("--keep-batch", help="Others take over lost sequences; else the batch shrinks.")
+    ] = False,
+    tokens: Annotated[float | None, typer.Option(min=1.0, help="Goal, for days and device-hours to it.")] = None,
+    target: Annotated[
+        float, typer.Option(min=0.01, max=0.9999, help="Speed share that spares should secure while devices are out.")
+    ] = 0.99,
+    failures: Annotated[Path | None, typer.Option(help="Failure model, e.g. from `plait fit-failures`.")] = None,
+    trials: Annotated[int, typer.Option(min=2, max=100_000, help="Histories to play.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="Of the histories.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Play days of failures: what the plan really delivers, under each policy, and what to improve first."""
+    import json
+
+    from cost_models.simulation import simulate_plan
+    from reports.goodput import as_json as to_json
+    from reports.goodput import render
+
+    delivery = simulate_plan(
+        plan,
+        failures=failures,
+        policy=policy,
+        days=days,
+        spares=spares,
+        keep_batch=keep_batch,
+        trials=trials,
+        seed=seed,
+        target=target,
+    )
+    if as_json:
+        typer.echo(json.dumps(to_json(delivery, tokens), indent=1))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(render(delivery, tokens))
+
+
+@app.command(name="fit-failures")
+def fit_failures(
+    log: Annotated[Path, typer.Argument(help="CSV with a column class; repair_hours, detect_seconds, count if known.")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices that were watched.")],
+    days: Annotated[float, typer.Option(min=0.01, help="For how long.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the failure model here.")] = None,
+    base: Annotated[Path | None, typer.Option(help="Failure model with the classes and all else.")] = None,
+) -> None:
+    """Estimate failure rates with 95 % intervals from your own list of incidents."""
+    from rich.console import Console
+
+    from cost_models.failure_fit import fit, read_incidents
+    from cost_models.failures import load_failure_model
+    from reports.failures import render
+
+    model = fit(read_incidents(log), load_failure_model(base), num_devices=devices, days=days, source=log.name)
+    Console(highlight=False).print(render(model))
+    if out is not None:
+        model.save(out)
+        typer.echo(f"wrote {out}")
 
 
 def main() -> None:
