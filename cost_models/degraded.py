@@ -222,11 +222,18 @@ def _replica_levels(
 
 
 def factor(
-    policy: Policy, geometry: Geometry, shares: tuple[float, ...], slow: Sequence[float], out: Outages, *, seed: int = 0
+    policy: Policy,
+    geometry: Geometry,
+    shares: tuple[float, ...],
+    slow: Sequence[float],
+    out: Outages,
+    *,
+    draws: int = 2000,
+    seed: int = 0,
 ) -> Estimate:
     """X, exact where there is a closed form, else drawn."""
     if policy.keep_batch or policy.resplit or (policy.spare_domains and not policy.packed):
-        return drawn_factor(policy, geometry, shares, slow, out, seed=seed)
+        return drawn_factor(policy, geometry, shares, slow, out, draws=draws, seed=seed)
     return Estimate(exact_factor(policy, geometry, shares, out))
 
 
@@ -243,7 +250,7 @@ def spares_needed(
     """Fewest spare domains with X >= target, None when `most` are not enough."""
 
     def reaches(spares: int) -> bool:
-        return factor(policy.with_spares(spares), geometry, shares, slow, out).mean >= target
+        return factor(policy.with_spares(spares), geometry, shares, slow, out, draws=500).mean >= target
 
     if reaches(0):
         return 0

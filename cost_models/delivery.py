@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cost_models.degraded import Estimate, factor, hardware_failures_per_second, outages
+from cost_models.degraded import Estimate, Outages, factor, hardware_failures_per_second, outages, spares_needed
 from cost_models.goodput import Rejoin, Times, best_rejoin, checkpoint_bytes_per_rank, times_of
 from cost_models.monte_carlo import Job, Outcome, simulate
 from cost_models.policies import Geometry, Policy, level_shares, slowdowns
@@ -54,13 +54,14 @@ class Case:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """One policy: closed form and Monte Carlo.  `spares_for_target` None: more than were tried."""
+    """One policy: closed form and Monte Carlo.  `spares_needed` for the target X, None: more than were tried."""
 
     policy: Policy
     rejoin: Rejoin
     renewal: float
     degraded: Estimate
     outcome: Outcome
+    spares_needed: int | None
 
     @property
     def share(self) -> float:
@@ -84,6 +85,7 @@ class Delivery:
     days: float
     trials: int
     seed: int
+    target: float
     times: Times
     young_seconds: float
     daly_seconds: float
@@ -146,8 +148,11 @@ def deliver(
     days: float,
     trials: int,
     seed: int,
+    target: float = 0.99,
 ) -> Delivery:
     """Price and play the policies; `chosen` names the one that headline and what-ifs speak of.
+
+    `target`: the X for which each policy's need of spare domains is told.
 
     Raises `BadInputError` when repairs cannot keep up, so that there is no steady state.
     """
@@ -167,7 +172,7 @@ def deliver(
     ]
     outcomes = simulate(jobs, case.model, times, seconds=days * DAY_SECONDS, trials=trials, seed=seed)
     results = tuple(
-        PolicyResult(policy, rejoin, renewal, degraded, outcome)
+        PolicyResult(policy, rejoin, renewal, degraded, outcome, _spares_for(case, times, policy, rejoin, target))
         for (policy, renewal, degraded, rejoin), outcome in zip(priced, outcomes, strict=True)
     )
     best = next(result for result in results if result.policy.name == chosen)
@@ -178,6 +183,7 @@ def deliver(
         days=days,
         trials=trials,
         seed=seed,
+        target=target,
         times=times,
         young_seconds=young_interval(rate, times.stall),
         daly_seconds=daly_interval(rate, times.stall),
@@ -186,7 +192,9 @@ def deliver(
         chosen=best,
         spares=spares,
         sensitivity=_changes(case, best, SENSITIVITY),
-        improvements=tuple(sorted(_changes(case, best, IMPROVEMENTS), key=lambda change: -change.gain)),
+        improvements=tuple(
+            sorted(_changes(case, best, IMPROVEMENTS | _spare_edits(case)), key=lambda change: -change.gain)
+        ),
         stragglers=stragglers(
             case.model.slow,
             num_ranks=case.geometry.num_ranks,
@@ -213,10 +221,22 @@ def _price(case: Case, times: Times, policy: Policy) -> tuple[float, Estimate, R
     )
     if times.rate_per_second == 0.0:
         return renewal, Estimate(1.0), rejoin
-    waits = 0.0 if rejoin == "at-once" else 1.0 / times.rate_per_second
-    out = outages(case.model, host_size=geometry.host_size, num_devices=geometry.num_ranks, wait_seconds=waits)
-    estimate = factor(policy, geometry, shares, slow, out)
+    estimate = factor(policy, geometry, shares, slow, _outages(case, times, rejoin))
     return renewal, Estimate(degraded, estimate.standard_error), rejoin
+
+
+def _outages(case: Case, times: Times, rejoin: Rejoin) -> Outages:
+    waits = 0.0 if rejoin == "at-once" or times.rate_per_second == 0.0 else 1.0 / times.rate_per_second
+    geometry = case.geometry
+    return outages(case.model, host_size=geometry.host_size, num_devices=geometry.num_ranks, wait_seconds=waits)
+
+
+def _spares_for(case: Case, times: Times, policy: Policy, rejoin: Rejoin, target: float) -> int | None:
+    geometry = case.geometry
+    shares = level_shares(policy, geometry, case.works)
+    slow = slowdowns(policy, geometry, case.works)
+    out = _outages(case, times, rejoin)
+    return spares_needed(policy, geometry, shares, slow, out, target=target, most=max(geometry.num_domains, 1))
 
 
 def _check_repairs(case: Case) -> None:
@@ -282,8 +302,6 @@ IMPROVEMENTS: dict[str, Edit] = {
     "detect in half the time": _classes(detect_seconds=0.5),
     "repair in half the time": _classes(repair_hours=0.5),
     "half as many failures": _classes(failures_per_device_day=0.5),
-    "one spare domain more": _spares(1),
-    "four spare domains more": _spares(4),
 }
 
 
@@ -292,3 +310,13 @@ def _changes(case: Case, present: PolicyResult, edits: dict[str, Edit]) -> tuple
     return tuple(
         Change(name, goodput_share(*edit(case, present.policy)) / before - 1.0) for name, edit in edits.items()
     )
+
+
+def _spare_edits(case: Case) -> dict[str, Edit]:
+    """One spare domain more, and about one percent of the cluster."""
+    domains = case.geometry.num_domains
+    numbers = sorted({1, max(round(domains / 100), 1)})
+    return {
+        f"{number} spare domain{'s' * (number > 1)} more (+{number / domains:.1%})": _spares(number)
+        for number in numbers
+    }

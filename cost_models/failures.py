@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+from specs.base import load_document
 from specs.failures import FailureModel
 
 SECONDS_PER_DAY = 86400.0
@@ -17,6 +18,11 @@ _DEFAULT = Path(__file__).parent / "data" / "failure_model.json"
 def default_failure_model() -> FailureModel:
     """Published rates of large GPU clusters with their sources; marked estimated for any other cluster."""
     return FailureModel.model_validate(json.loads(_DEFAULT.read_text(encoding="utf-8")))
+
+
+def load_failure_model(path: Path | None) -> FailureModel:
+    """A user's failure model, or the published defaults for None."""
+    return default_failure_model() if path is None else load_document(FailureModel, path, "failure model")
 
 
 def stall_seconds(model: FailureModel, bytes_per_rank: float) -> float:

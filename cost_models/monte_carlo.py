@@ -7,6 +7,7 @@ All policies see the same histories, which makes their differences sharper than 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -162,35 +163,48 @@ class _Cluster:
         self.jobs = jobs
         self.geometry = jobs[0].geometry
         self.takes_host = [item.blast_radius == "node" for item in model.classes]
-        self.out: dict[int, int] = {}
-        self.hosts_out: dict[int, int] = {}
         self.known: list[dict[tuple[object, ...], float]] = [{} for _ in jobs]
+        self.reset()
+
+    def reset(self) -> None:
+        """All devices work."""
+        self.out: dict[int, int] = {}  # times that a device is out, by device
+        self.hosts_out: dict[int, int] = {}
+        self.failed: dict[int, int] = {}  # devices out in each damaged domain
+        self.hurt: dict[int, list[tuple[int, int]]] = {}  # (replica, level) of the damaged groups of each domain
         self.damaged: tuple[int, ...] | None = None
         self.levels: dict[int, tuple[int, ...]] | None = None
 
-    def reset(self) -> None:
-        self.out.clear()
-        self.hosts_out.clear()
-        self.damaged, self.levels = None, None
-
     def change(self, device: int, kind: int, by: int) -> None:
         """A device (or its host, by the failure class) goes out or comes back."""
-        self.damaged, self.levels = None, None
-        table, key = (
-            (self.hosts_out, device // self.geometry.host_size) if self.takes_host[kind] else (self.out, device)
-        )
+        geometry = self.geometry
+        table, key = (self.hosts_out, device // geometry.host_size) if self.takes_host[kind] else (self.out, device)
         count = table.get(key, 0) + by
         if count:
             table[key] = count
         else:
             del table[key]
+        domain, size, host = device // geometry.devices_per_domain, geometry.devices_per_domain, geometry.host_size
+        first, slots = domain * size, geometry.groups_per_domain
+        places = [d - first for d in range(first, first + size) if d in self.out or d // host in self.hosts_out]
+        if places:
+            self.failed[domain] = len(places)
+            groups = Counter(place // geometry.group_size for place in places if place < slots * geometry.group_size)
+            self.hurt[domain] = [
+                ((domain * slots + slot) // geometry.num_stages, geometry.group_size - lost)
+                for slot, lost in groups.items()
+            ]
+        else:
+            self.failed.pop(domain, None)
+            self.hurt.pop(domain, None)
+        self.damaged, self.levels = None, None
 
     def speed(self, index: int) -> float:
         """Share of full speed of a job in the present state."""
         job, known = self.jobs[index], self.known[index]
         if job.policy.packed:
             if self.damaged is None:
-                self.damaged = tuple(sorted(len(places) for places in self._failed().values()))
+                self.damaged = tuple(sorted(self.failed.values()))
             if self.damaged not in known:
                 known[self.damaged] = packed_speed(job.policy, self.geometry, job.shares, job.slow, self.damaged)
             return known[self.damaged]
@@ -201,35 +215,17 @@ class _Cluster:
             known[key] = fixed_speed(job.policy, self.geometry, job.shares, job.slow, self.levels)
         return known[key]
 
-    def _failed(self) -> dict[int, list[int]]:
-        """Positions that are out in each damaged domain."""
-        size, host = self.geometry.devices_per_domain, self.geometry.host_size
-        found: dict[int, list[int]] = {}
-        for index in self.hosts_out:
-            found.setdefault(index * host // size, []).extend(range(index * host % size, index * host % size + host))
-        for device in self.out:
-            if device // host not in self.hosts_out:
-                found.setdefault(device // size, []).append(device % size)
-        return found
-
     def _replica_levels(self) -> dict[int, tuple[int, ...]]:
         """Levels of the damaged groups of each damaged replica, every group in its place."""
         geometry, spares = self.geometry, self.jobs[0].policy.spare_domains
-        failed = self._failed()
+        domains = [domain for domain in self.failed if domain < geometry.num_domains]
         if spares:  # those that are not damaged themselves replace the first damaged domains
-            idle = spares - sum(domain >= geometry.num_domains for domain in failed)
-            used = [domain for domain in failed if domain < geometry.num_domains]
-            failed = {domain: failed[domain] for domain in used[idle:]}
+            domains = domains[max(spares - (len(self.failed) - len(domains)), 0) :]
         levels: dict[int, list[int]] = {}
-        for domain, places in failed.items():
-            lost: dict[int, int] = {}
-            for place in places:
-                slot = place // geometry.group_size
-                lost[slot] = lost.get(slot, 0) + 1
-            for slot, number in lost.items():
-                replica = (domain * geometry.groups_per_domain + slot) // geometry.num_stages
-                if slot < geometry.groups_per_domain and replica < geometry.num_replicas:
-                    levels.setdefault(replica, []).append(geometry.group_size - number)
+        for domain in domains:
+            for replica, level in self.hurt[domain]:
+                if replica < geometry.num_replicas:
+                    levels.setdefault(replica, []).append(level)
         return {replica: tuple(sorted(item)) for replica, item in levels.items()}
 
 
