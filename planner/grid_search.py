@@ -29,7 +29,7 @@ from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource
 from planner.partition import PipelineShape, best_partition
-from planner.space import Grid
+from planner.space import Grid, divisors
 from planner.stage import OptionTable, StageChoice, StageSolver
 
 Floats = npt.NDArray[np.float64]
@@ -65,8 +65,16 @@ class GridSearch:
     """One grid point whose stages each use the options of one of `menus`; `capacity` in bytes for modules alone."""
 
     def __init__(
-        self, chain: Chain, grid: Grid, menus: Sequence[Menu], source: OptionSource, *, capacity: float
+        self,
+        chain: Chain,
+        grid: Grid,
+        menus: Sequence[Menu],
+        source: OptionSource,
+        *,
+        capacity: float,
+        with_sync: bool = True,
     ) -> None:
+        """Without sync the first stage's gradient sync counts nothing: a bound for every sharding and order."""
         self.chain = chain
         self.grid = grid
         self.menus = menus
@@ -84,7 +92,8 @@ class GridSearch:
             count * min(float(menu.tables[kind].spread.min()) for menu in menus)
             for kind, count in enumerate(chain.totals.tolist())
         )
-        self.other = overhead.other_seconds_per_step
+        less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks))
+        self.other = overhead.other_seconds_per_step - less
         self.constant = self.other + self.jitter * float(np.sqrt(m * least_spread / grid.num_stages))
         visits = m + grid.num_stages - 1
         self._solvers = [
@@ -92,7 +101,7 @@ class GridSearch:
                 StageSolver(menu.tables, chain.counts, capacity, sync_weight=sync, update_weight=1.0 / visits)
                 for menu in menus
             ]
-            for sync in (1.0 / m, 0.0)
+            for sync in (1.0 / m if with_sync else 0.0, 0.0)
         ]
         self._values: dict[tuple[bool, int], Floats] = {}
         self._results: dict[tuple[bool, int, int], StageResult | None] = {}
@@ -121,6 +130,16 @@ class GridSearch:
             bound = found.bound
             if not self._offer(found.path, incumbent) or time.monotonic() > deadline:
                 return bound + self.constant
+
+    def quick_bound(self, enough: float) -> float:
+        """A bound of step seconds before any stage is solved exactly; only as good as needed to reach `enough`."""
+        matrices = [self._matrix(stage) for stage in range(self.grid.num_stages)]
+        worst = self._worst(matrices)
+        if not np.isfinite(worst):
+            return np.inf
+        below = min(enough - self.constant, worst)
+        found = best_partition(self.shape, matrices, below=below, accuracy=np.inf)
+        return 0.0 if found is not None else below + self.constant
 
     def lower(self, stages: Sequence[StageResult]) -> float:
         """The objective of a solved layout: never above its price."""

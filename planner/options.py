@@ -6,27 +6,32 @@ bounds (`rates`); a finished layout is always priced by `cost_models.step.price`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.flops import largest_units, local_kv_heads
 from cost_models.interface import CostModel, ModuleCost
-from cost_models.memory import ACTIVATION_BYTES, WEIGHT_BYTES, StaticBytes, static_bytes
+from cost_models.memory import ACTIVATION_BYTES, WEIGHT_BYTES, static_bytes
 from planner.chain import Chain
 from planner.layout import Option
 from planner.rates import Rates
 from planner.space import Grid, Topology, divisors
 from planner.stage import OptionTable
+from specs.cluster import LinkLevel
 from specs.errors import BadInputError
 from specs.layout import Interval, balanced_cuts, interval_of, refine
 from specs.model import Attention, Embedding, Head, Module, num_units
 from specs.plan import Recompute, TrainingSpec
 from specs.tensors import local_rows, num_parameters, tensors_of
+
+Floats = npt.NDArray[np.float64]
 
 _MODES: dict[str, tuple[Recompute, ...]] = {
     "embedding": ("none",),
@@ -59,18 +64,21 @@ class Restriction:
     recompute: Recompute | None = None
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """One option's entries, in the order of `OptionTable`."""
+class _Passes(NamedTuple):
+    """What an option costs per micro-batch, whatever the number of stages and replicas."""
 
     forward: float
     backward: float
-    sync: float
-    update: float
     spread: float
-    static: float
     activation: float
     working: float
+
+
+class _Static(NamedTuple):
+    """What an option holds: bytes, and elements whose optimizer state the rank owns."""
+
+    total: float
+    owned: float
 
 
 class OptionSource:
@@ -90,25 +98,22 @@ class OptionSource:
         self.rates = Rates(training, costs, topology, self.num_elements)
         head = chain.modules[chain.kinds[-1]]
         self.tied = isinstance(head, Head) and head.tied
-        self._known: dict[tuple[object, ...], ModuleCost | None] = {}
+        self._known: dict[tuple[int, int, int, str], _Passes | None] = {}
+        self._held: dict[tuple[int, int, int, int], _Static] = {}
 
     def menu(self, grid: Grid, restriction: Restriction) -> Menu | None:
         """The options at a grid point; None when some module has none."""
         options: list[tuple[Option, ...]] = []
         tables = []
-        for kind in range(len(self.chain.modules)):
-            rows = self._rows(self.chain.modules[kind], grid, restriction)
+        for kind, module in enumerate(self.chain.modules):
+            rows = list(self._rows(kind, module, grid, restriction))
             if not rows:
                 return None
-            kept = _undominated(rows)
-            options.append(tuple(option for option, _ in kept))
-            tables.append(OptionTable(*np.array([astuple(costs) for _, costs in kept]).T.copy()))
+            costs = np.array([row[1] for row in rows])
+            kept = _undominated(costs)
+            options.append(tuple(rows[index][0] for index in kept))
+            tables.append(OptionTable(*np.ascontiguousarray(costs[kept].T)))
         return Menu(tuple(options), tuple(tables))
-
-    def menus(self, grid: Grid, restrictions: Sequence[Restriction]) -> list[Menu]:
-        """The menus that a stage may choose from."""
-        found = (self.menu(grid, restriction) for restriction in restrictions)
-        return [menu for menu in found if menu is not None]
 
     def transfer_seconds(self, grid: Grid) -> tuple[float, ...]:
         """Seconds between neighbouring stages of the first replica."""
@@ -126,84 +131,95 @@ class OptionSource:
             return 0.0
         return float(min(BUCKET_ELEMENTS, self.num_elements) * WEIGHT_BYTES[self.training.precision])
 
-    def _rows(self, module: Module, grid: Grid, restriction: Restriction) -> list[tuple[Option, _Costs]]:
+    def _rows(
+        self, kind: int, module: Module, grid: Grid, restriction: Restriction
+    ) -> Iterator[tuple[Option, tuple[float, ...]]]:
+        """Options with their entries, in the order of `OptionTable`."""
         modes = _MODES[module.kind]
         if restriction.recompute is not None:
             available = restriction.recompute in modes and not isinstance(module, Head)
             modes = (restriction.recompute,) if available else ("none",)
-        degrees = restriction.degrees if restriction.degrees is not None else divisors(grid.num_ranks)
-        found = []
-        for degree in degrees:
+        reads = isinstance(module, Embedding) or (isinstance(module, Head) and grid.num_stages > 1)
+        data = self.costs.overhead.data_seconds_per_sequence * grid.micro_batch if reads else 0.0
+        for degree in restriction.degrees if restriction.degrees is not None else divisors(grid.num_ranks):
             if degree > num_units(module) or grid.num_ranks % degree:
                 continue
             if isinstance(module, Attention) and grid.micro_batch * degree % grid.num_ranks:
                 continue
+            block_tokens = -(-grid.micro_batch * self.training.seq_len * degree // grid.num_ranks)
+            held = self._static(kind, degree, grid.num_replicas * grid.num_ranks // degree, grid.zero)
+            once = not (self.tied and isinstance(module, Head))  # a tied weight is summed with the embedding
+            sync = _cut_elements(module, degree) * self.rates.sync(grid, degree).per_element if once else 0.0
+            blocks = (degree,) * (grid.num_ranks // degree)
             for mode in modes:
-                costs = self._costs(module, grid, degree, mode)
-                if costs is not None:
-                    found.append((Option((degree,) * (grid.num_ranks // degree), mode), costs))
-        return found
+                passes = self._passes(kind, degree, block_tokens, mode)
+                if passes is None:
+                    continue
+                yield (
+                    Option(blocks, mode),
+                    (
+                        passes.forward + data,
+                        passes.backward,
+                        sync,
+                        held.owned * self.rates.update,
+                        passes.spread,
+                        held.total,
+                        passes.activation,
+                        passes.working,
+                    ),
+                )
 
-    def _costs(self, module: Module, grid: Grid, degree: int, recompute: Recompute) -> _Costs | None:
-        block_tokens = -(-grid.micro_batch * self.training.seq_len * degree // grid.num_ranks)
-        shares = distinct_shares(module, degree)
-        known = [self._cost(module, degree, block_tokens, recompute, units) for units in shares]
-        costs = [cost for cost in known if cost is not None]
-        if len(costs) < len(shares):
-            return None
-        forward = max(cost.forward_seconds + cost.forward_communication_seconds for cost in costs)
-        if isinstance(module, Embedding) or (isinstance(module, Head) and grid.num_stages > 1):
-            forward += self.costs.overhead.data_seconds_per_sequence * grid.micro_batch
-        precision = self.training.precision
-        held = [self._static(module, grid, degree, units) for units in shares]
-        state_bytes = 8 if precision == "fp32" else 12  # per element: two moments, and master weights beside bf16
-        owned = min(item.optimizer for item in held) / state_bytes
-        if self.tied and isinstance(module, Embedding | Head) and grid.zero:
-            owned /= 2.0  # both stages' ranks share the tied weight's state
-        cut = min(_cut_elements(module, units) for units in shares)
-        return _Costs(
-            forward=forward,
-            backward=max(cost.backward_seconds + cost.backward_communication_seconds for cost in costs),
-            sync=0.0 if isinstance(module, Head) else cut * self.rates.sync(grid, degree),
-            update=owned * self.rates.update,
-            spread=max(cost.forward_seconds**2 + cost.backward_seconds**2 for cost in costs),
-            static=max(item.total for item in held) + copied_elements(module, degree) * WEIGHT_BYTES[precision],
-            activation=max(cost.activation_bytes for cost in costs),
-            working=max(cost.working_bytes for cost in costs),
-        )
+    def _static(self, kind: int, degree: int, num_copies: int, zero: Literal[0, 1]) -> _Static:
+        key = (kind, degree, num_copies, zero)
+        if key not in self._held:
+            module, precision = self.chain.modules[kind], self.training.precision
+            held = [
+                static_bytes(module, degree=degree, num_copies=num_copies, precision=precision, zero=zero, units=units)
+                for units in distinct_shares(module, degree)
+            ]
+            state_bytes = 8 if precision == "fp32" else 12  # per element: two moments, and master weights beside bf16
+            owned = min(item.optimizer for item in held) / state_bytes
+            if self.tied and isinstance(module, Embedding | Head) and zero:
+                owned /= 2.0  # the ranks of both modules share the tied weight's state
+            copied = copied_elements(module, degree) * WEIGHT_BYTES[precision]
+            self._held[key] = _Static(float(max(item.total for item in held) + copied), owned)
+        return self._held[key]
 
-    def _static(self, module: Module, grid: Grid, degree: int, units: Interval) -> StaticBytes:
-        return static_bytes(
-            module,
-            degree=degree,
-            num_copies=grid.num_replicas * grid.num_ranks // degree,
-            precision=self.training.precision,
-            zero=grid.zero,
-            units=units,
-        )
-
-    def _cost(
-        self, module: Module, degree: int, block_tokens: int, recompute: Recompute, units: Interval
-    ) -> ModuleCost | None:
+    def _passes(self, kind: int, degree: int, block_tokens: int, recompute: Recompute) -> _Passes | None:
         """None where the cost model has no measurement; the reason is kept."""
         level = self.topology.block_level(degree)
-        largest = units.size == largest_units(module, degree).size
-        key = (module, degree, block_tokens, recompute, units, level)
+        key = (kind, degree, block_tokens, recompute)
         if key not in self._known:
+            module = self.chain.modules[kind]
+            shares = distinct_shares(module, degree)
             try:
-                self._known[key] = self.costs.module(
-                    module,
-                    degree=degree,
-                    block_tokens=block_tokens,
-                    seq_len=self.training.seq_len,
-                    recompute=recompute,
-                    level=level,
-                    units=None if largest else units,
-                )
+                costs = [self._cost(module, degree, block_tokens, recompute, level, units) for units in shares]
             except BadInputError as error:
                 self.unmeasured[f"{module.kind} at degree {degree}, {block_tokens} tokens per block"] = str(error)
                 self._known[key] = None
+            else:
+                self._known[key] = _Passes(
+                    forward=max(cost.forward_seconds + cost.forward_communication_seconds for cost in costs),
+                    backward=max(cost.backward_seconds + cost.backward_communication_seconds for cost in costs),
+                    spread=max(cost.forward_seconds**2 + cost.backward_seconds**2 for cost in costs),
+                    activation=float(max(cost.activation_bytes for cost in costs)),
+                    working=float(max(cost.working_bytes for cost in costs)),
+                )
         return self._known[key]
+
+    def _cost(
+        self, module: Module, degree: int, block_tokens: int, recompute: Recompute, level: LinkLevel, units: Interval
+    ) -> ModuleCost:
+        largest = units.size == largest_units(module, degree).size
+        return self.costs.module(
+            module,
+            degree=degree,
+            block_tokens=block_tokens,
+            seq_len=self.training.seq_len,
+            recompute=recompute,
+            level=level,
+            units=None if largest else units,
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -234,20 +250,23 @@ def copied_elements(module: Module, degree: int) -> int:
     return max(copied)
 
 
-def _cut_elements(module: Module, units: Interval) -> int:
-    """Elements that a rank holds of tensors that the block cuts."""
-    return sum(
-        local_rows(module, tensor, units).size * max(tensor.cols, 1)
-        for tensor in tensors_of(module)
-        if tensor.cut != "whole"
+@lru_cache(maxsize=4096)
+def _cut_elements(module: Module, degree: int) -> int:
+    """Fewest elements that a rank holds of tensors that the block cuts."""
+    return min(
+        sum(
+            local_rows(module, tensor, units).size * max(tensor.cols, 1)
+            for tensor in tensors_of(module)
+            if tensor.cut != "whole"
+        )
+        for units in distinct_shares(module, degree)
     )
 
 
-def _undominated(rows: Sequence[tuple[Option, _Costs]]) -> list[tuple[Option, _Costs]]:
-    """Drop options that another one equals or beats in everything."""
-    kept: list[tuple[Option, _Costs]] = []
-    for option, costs in sorted(rows, key=lambda row: astuple(row[1])):
-        own = astuple(costs)
-        if not any(all(a <= b for a, b in zip(astuple(other), own, strict=True)) for _, other in kept):
-            kept.append((option, costs))
-    return kept
+def _undominated(costs: Floats) -> npt.NDArray[np.int64]:
+    """Rows that no other row equals or beats in everything."""
+    order = np.lexsort(costs.T[::-1])
+    ordered = costs[order]
+    beaten = (ordered[:, None, :] <= ordered[None, :, :]).all(axis=2)
+    # An earlier row beats; of equal rows the first stays.  (Sorted, so no later row beats an unequal earlier one.)
+    return order[~np.triu(beaten, k=1).any(axis=0)]

@@ -7,6 +7,7 @@ favourable size that can occur is never too high.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.interface import CostModel
@@ -20,6 +21,13 @@ from specs.profile import CollectiveOp
 LONG_SECONDS = 1e12
 
 
+class SyncRate(NamedTuple):
+    """Exposed seconds of gradient sync are at least `per_element` x elements - `less`."""
+
+    per_element: float
+    less: float
+
+
 class Rates:
     """Rates for one model of `num_elements` on one cluster; asks the cost model once per group."""
 
@@ -28,7 +36,7 @@ class Rates:
         self._costs = costs
         self._topology = topology
         self._num_elements = num_elements
-        self._sync: dict[tuple[Span, int], float] = {}
+        self._sync: dict[tuple[Span, int], SyncRate] = {}
 
     @cached_property
     def update(self) -> float:
@@ -36,20 +44,22 @@ class Rates:
         sizes = {max(1, self._num_elements >> shift) for shift in range(12)}
         return min(self._costs.optimizer(size) / size for size in sizes)
 
-    def sync(self, grid: Grid, degree: int) -> float:
-        """Exposed seconds of the first stage's gradient collectives per element that a rank holds of a cut tensor."""
+    def sync(self, grid: Grid, degree: int) -> SyncRate:
+        """Of the first stage's gradient collectives of tensors that blocks of `degree` ranks cut."""
         positions = grid.stage_positions(0)[:, ::degree].reshape(-1)
         if len(positions) == 1:
-            return 0.0
+            return SyncRate(0.0, 0.0)
         key = (self._topology.span(positions), grid.zero)
         if key not in self._sync:
             self._sync[key] = self._sync_rate(*key)
         return self._sync[key]
 
-    def _sync_rate(self, span: Span, zero: int) -> float:
-        """# seconds per element = min over n of t(n) / n,  n elements of one collective: what the model has, but at
-        #   most one and a half buckets, as larger ones go in pieces of about BUCKET_ELEMENTS
+    def _sync_rate(self, span: Span, zero: int) -> SyncRate:
+        """# t(n) >= r n - c    n elements; r = t(B) / B at a full bucket B (or the whole model, if smaller); c the most
+        #   by which a single collective of n elements is below r n.  Buckets go in pieces of B elements, rounded, so
+        #   that several pieces together are no further below than one.
         """
+        full = min(self._num_elements, BUCKET_ELEMENTS)
         most = min(self._num_elements, BUCKET_ELEMENTS * 3 // 2)
 
         def seconds(num_elements: int) -> float:
@@ -60,7 +70,9 @@ class Rates:
             whole = self._collective(span, "all_reduce", GRADIENT_BYTES * num_elements)
             return self._costs.exposed_gradient_sync(whole, LONG_SECONDS)
 
-        return min(seconds(size) / size for size in {max(1, most >> shift) for shift in range(8)})
+        rate = seconds(full) / full
+        sizes = {max(1, most >> shift) for shift in range(12)}
+        return SyncRate(rate, max(0.0, *(rate * size - seconds(size) for size in sizes)))
 
     def _collective(self, span: Span, op: CollectiveOp, payload_bytes: int) -> float:
         return self._costs.collective(

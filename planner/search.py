@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from cost_models.interface import CostModel
-from planner.chain import Boundaries, Chain, even_boundaries, make_chain
+from planner.chain import Chain, even_boundaries, make_chain
 from planner.grid_search import GridSearch, Incumbent
 from planner.layout import Layout
 from planner.options import Menu, OptionSource, Restriction
-from planner.space import Grid, Topology, divisors, enumerate_grids
+from planner.space import Grid, Topology, divisors, enumerate_grids, variants
+from planner.uniform import UniformSearch
 from specs.model import ModelSpec
 from specs.plan import Recompute, TrainingSpec
 
@@ -74,7 +77,7 @@ class Searcher:
                 max_ranks_per_stage=max_ranks_per_stage,
             )
         )
-        self._chains: dict[object, Chain | None] = {"layers": self.chain}
+        self._fine: Chain | None = None
         self._quick: dict[tuple[int, int, bool], float] = {}
 
     def search(
@@ -83,27 +86,101 @@ class Searcher:
         """The best layout of a freedom, starting from what the incumbent already has."""
         outcome = Outcome(None, float("inf"), float("inf"), complete=True)
         before = len(incumbent.priced)
-        ordered = sorted(((self.quick_bound(grid), index) for index, grid in enumerate(self.grids)))
+        ordered = sorted((self.quick_bound(grid), index) for index, grid in enumerate(self.grids))
         for position, (quick, index) in enumerate(ordered):
-            enough = incumbent.seconds * (1.0 - tolerance)
-            if quick >= enough:
-                outcome.pruned["time"] += len(ordered) - position
+            late = time.monotonic() > deadline
+            if late or quick >= incumbent.seconds * (1.0 - tolerance):
+                outcome.complete = not late
+                outcome.pruned["time limit" if late else "seconds without memory"] += len(ordered) - position
                 outcome.bound = min(outcome.bound, quick)
                 break
-            if time.monotonic() > deadline:
-                outcome.complete = False
-                outcome.bound = min(outcome.bound, quick)
-                break
-            for search in self._searches(self.grids[index], freedom, outcome):
-                bound = search.run(incumbent, tolerance, deadline)
-                outcome.labels += search.num_labels
-                if bound == float("inf"):
-                    outcome.pruned["memory"] += 1
-                outcome.bound = min(outcome.bound, bound)
+            grid = self.grids[index]
+            if freedom == "uniform":
+                bound = self._uniform(grid, incumbent, outcome)
+            else:
+                bound = self._mixed(grid, freedom, incumbent, outcome, tolerance, deadline)
+            outcome.bound = min(outcome.bound, bound)
         outcome.evaluated = len(incumbent.priced) - before
         outcome.layout, outcome.seconds = incumbent.layout, incumbent.seconds
         outcome.bound = min(outcome.bound, outcome.seconds)
         return outcome
+
+    def _mixed(
+        self,
+        grid: Grid,
+        freedom: Freedom,
+        incumbent: Incumbent,
+        outcome: Outcome,
+        tolerance: float,
+        deadline: float,
+    ) -> float:
+        """Bound of a grid point and its variants; these are searched when one bound for all of them does not do."""
+        menus = self._menus(grid, freedom)
+        if not menus:
+            outcome.pruned["divisibility"] += 1
+            return float("inf")
+        if not self._may_fit(grid, menus):
+            outcome.pruned["memory"] += 1
+            return float("inf")
+        enough = incumbent.seconds * (1.0 - tolerance)
+        bound = self._grid_search(grid, freedom, menus, with_sync=False).quick_bound(enough)
+        if bound >= enough:
+            outcome.pruned["memory" if bound == float("inf") else "seconds within memory"] += 1
+            return bound
+        bound = float("inf")
+        for variant in self._variants(grid):
+            inner = self._grid_search(variant, freedom, self._menus(variant, freedom))
+            bound = min(bound, inner.run(incumbent, tolerance, deadline))
+            outcome.labels += inner.num_labels
+        return bound
+
+    def _grid_search(
+        self, grid: Grid, freedom: Freedom, menus: Sequence[Menu], *, with_sync: bool = True
+    ) -> GridSearch:
+        capacity = self.capacity - self.source.gathered_bytes(grid)
+        chain = self.chain_of(freedom)
+        return GridSearch(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
+
+    def _variants(self, grid: Grid) -> list[Grid]:
+        """Variants of a grid that cost something different."""
+        found: dict[object, Grid] = {}
+        for variant in variants(grid):
+            rates = tuple(self.source.rates.sync(variant, degree) for degree in divisors(grid.num_ranks))
+            found.setdefault((variant.zero, rates, self.source.transfer_seconds(variant)), variant)
+        return list(found.values())
+
+    def _may_fit(self, grid: Grid, menus: Sequence[Menu]) -> bool:
+        """False when even the smallest option of every module leaves the stages together too full."""
+        least = np.min([[(t.static + t.activation).min() for t in menu.tables] for menu in menus], axis=0)
+        return float(self.chain.totals @ least) <= grid.num_stages * (self.capacity - self.source.gathered_bytes(grid))
+
+    def _menus(self, grid: Grid, freedom: Freedom) -> list[Menu]:
+        """The menus that the stages of a grid point choose among."""
+        restrictions = [Restriction()]
+        if freedom == "layers":
+            restrictions = [Restriction((grid.num_ranks,))]
+        elif freedom == "stages":
+            restrictions = [Restriction((degree,)) for degree in divisors(grid.num_ranks)]
+        found = (self.source.menu(grid, restriction) for restriction in restrictions)
+        return [menu for menu in found if menu is not None]
+
+    def _uniform(self, grid: Grid, incumbent: Incumbent, outcome: Outcome) -> float:
+        """Offer the even split of a grid point in every recompute mode and variant; return the least bound."""
+        boundaries = even_boundaries(self.model, grid.num_stages)
+        if boundaries is None:
+            outcome.pruned["more stages than layers"] += 1
+            return float("inf")
+        bound = float("inf")
+        for mode in _MODES:
+            for variant in self._variants(grid):
+                search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
+                if not search.fits:
+                    outcome.pruned["memory" if search.divides else "divisibility"] += 1
+                    break
+                lower = search.lower()
+                incumbent.offer(search.layout(), lower)
+                bound = min(bound, lower)
+        return bound
 
     def quick_bound(self, grid: Grid) -> float:
         """Step seconds that no layout of a grid point beats, memory aside: all work, spread evenly over the stages."""
@@ -128,44 +205,10 @@ class Searcher:
             self._quick[key] = total
         return self._quick[key]
 
-    def _searches(self, grid: Grid, freedom: Freedom, outcome: Outcome) -> Iterator[GridSearch]:
-        """The inner searches that together make up a freedom at a grid point."""
-        chain = self._chain(freedom, grid.num_stages)
-        if chain is None:
-            outcome.pruned["more stages than layers"] += 1
-            return
-        capacity = self.capacity - self.source.gathered_bytes(grid)
-        for restrictions in _restrictions(freedom, grid):
-            menus = self._menus(grid, restrictions)
-            if menus:
-                yield GridSearch(chain, grid, menus, self.source, capacity=capacity)
-            else:
-                outcome.pruned["divisibility"] += 1
-
-    def _menus(self, grid: Grid, restrictions: Sequence[Restriction]) -> list[Menu]:
-        found = (self.source.menu(grid, restriction) for restriction in restrictions)
-        return [menu for menu in found if menu is not None]
-
-    def _chain(self, freedom: Freedom, num_stages: int) -> Chain | None:
+    def chain_of(self, freedom: Freedom) -> Chain:
         """The chain with the stage boundaries that a freedom allows."""
-        key: object = num_stages if freedom == "uniform" else "modules" if freedom == "cuts" else "layers"
-        if key not in self._chains:
-            if freedom == "uniform":
-                even = even_boundaries(self.model, num_stages)
-                self._chains[key] = None if even is None else make_chain(self.model, fixed=even)
-            else:
-                boundaries: Boundaries = "modules" if freedom == "cuts" else "layers"
-                self._chains[key] = make_chain(self.model, boundaries)
-        return self._chains[key]
-
-
-def _restrictions(freedom: Freedom, grid: Grid) -> list[list[Restriction]]:
-    """Each inner list is one inner search, whose stages choose among its menus."""
-    whole = (grid.num_ranks,)
-    if freedom == "uniform":
-        return [[Restriction(whole, mode)] for mode in _MODES]
-    if freedom == "layers":
-        return [[Restriction(whole)]]
-    if freedom == "stages":
-        return [[Restriction((degree,)) for degree in divisors(grid.num_ranks)]]
-    return [[Restriction()]]
+        if freedom != "cuts":
+            return self.chain
+        if self._fine is None:
+            self._fine = make_chain(self.model, "modules")
+        return self._fine

@@ -8,7 +8,7 @@ nothing fits inside.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -100,7 +100,10 @@ def divisors(number: int) -> list[int]:
 def enumerate_grids(
     topology: Topology, training: TrainingSpec, *, max_stages: int, max_ranks_per_stage: int
 ) -> Iterator[Grid]:
-    """Every grid that uses all usable ranks and divides the global batch, from few ranks per stage to many."""
+    """Every grid that uses all usable ranks and divides the global batch, from few ranks per stage to many.
+
+    Yields the variant with sharded optimizer and neighbouring stages only; `variants` has the others.
+    """
     total = topology.num_ranks
     for num_ranks in divisors(total):
         if num_ranks > max_ranks_per_stage:
@@ -111,17 +114,15 @@ def enumerate_grids(
                 continue
             share = training.global_batch // num_replicas
             for micro_batch in divisors(share):
-                yield from _variants(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch)
+                yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, "1f1b", 1)
+                if num_stages > 1 and share > micro_batch:
+                    yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, "gpipe", 1)
 
 
-def _variants(
-    num_stages: int, num_ranks: int, num_replicas: int, micro_batch: int, num_micro_batches: int
-) -> Iterator[Grid]:
-    """A single stage has one schedule and one order; with one holder of everything there is nothing to shard."""
-    schedules: tuple[Schedule, ...] = ("1f1b", "gpipe") if num_stages > 1 and num_micro_batches > 1 else ("1f1b",)
-    shardings: tuple[Literal[0, 1], ...] = (0, 1) if num_ranks * num_replicas > 1 else (0,)
-    orders: tuple[RankOrder, ...] = ("replica", "stage") if num_stages > 1 and num_replicas > 1 else ("replica",)
-    for schedule in schedules:
-        for zero in shardings:
-            for order in orders:
-                yield Grid(num_stages, num_ranks, num_replicas, micro_batch, num_micro_batches, schedule, zero, order)
+def variants(grid: Grid) -> list[Grid]:
+    """A grid with and without sharded optimizer, and in both orders of ranks, where that makes a difference."""
+    shardings: tuple[Literal[0, 1], ...] = (1, 0) if grid.num_ranks * grid.num_replicas > 1 else (0,)
+    orders: tuple[RankOrder, ...] = (
+        ("replica", "stage") if grid.num_stages > 1 and grid.num_replicas > 1 else ("replica",)
+    )
+    return [replace(grid, zero=zero, order=order) for zero in shardings for order in orders]

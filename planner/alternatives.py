@@ -1,0 +1,73 @@
+"""Plans that were not taken, and why: the next best of other shapes, and well-known layouts that do not fit."""
+
+from __future__ import annotations
+
+from planner.describe import describe
+from planner.fit import GIB, least_memory
+from planner.grid_search import Incumbent
+from planner.layout import Layout
+from planner.search import Searcher
+from planner.space import Grid
+from specs.plan import Alternative, Prediction
+
+
+def alternatives(
+    searcher: Searcher,
+    incumbent: Incumbent,
+    predictions: dict[Layout, Prediction],
+    best: Layout,
+    memory_bytes: int,
+    top_k: int,
+) -> tuple[Alternative, ...]:
+    """The `top_k` best layouts with other stages, ranks or replicas, then hand-made layouts and why they lose."""
+    found: list[Alternative] = []
+    seen = {_shape(best.grid)}
+    for layout, seconds in sorted(incumbent.priced.items(), key=lambda item: item[1]):
+        if len(found) == top_k or seconds == float("inf"):
+            break
+        if _shape(layout.grid) not in seen:
+            seen.add(_shape(layout.grid))
+            slower = seconds / incumbent.seconds - 1.0
+            found.append(
+                Alternative(
+                    layout=describe(layout),
+                    step_time_seconds=seconds,
+                    peak_memory_bytes=predictions[layout].peak_memory_bytes,
+                    reason=f"{100.0 * slower:.2f} % slower",
+                )
+            )
+    for name, num_stages, num_ranks in _by_hand(searcher):
+        if not any(shape[:2] == (num_stages, num_ranks) for shape in seen):
+            found.append(_rejected(searcher, name, num_stages, num_ranks, memory_bytes))
+    return tuple(found)
+
+
+def _shape(grid: Grid) -> tuple[int, int, int]:
+    return grid.num_stages, grid.num_ranks, grid.num_replicas
+
+
+def _by_hand(searcher: Searcher) -> list[tuple[str, int, int]]:
+    """Names, stages and ranks per stage of layouts that one would try first."""
+    total, domain = searcher.topology.num_ranks, searcher.topology.domain
+    return [("data parallel only", 1, 1), (f"tensor parallel {domain} and data parallel", 1, domain)][: min(total, 2)]
+
+
+def _rejected(searcher: Searcher, name: str, num_stages: int, num_ranks: int, memory_bytes: int) -> Alternative:
+    """Why a shape was not taken: divisibility, memory, or its bound."""
+    grids = [g for g in searcher.grids if (g.num_stages, g.num_ranks) == (num_stages, num_ranks)]
+    needs = [least for least in (least_memory(searcher.chain, grid, searcher.source) for grid in grids) if least]
+    if not needs:
+        reason, needed = "does not divide the ranks, the global batch or a module", None
+    else:
+        needed = round(min(least.total_bytes for least in needs))
+        quick = (
+            min(searcher.quick_bound(least.grid) for least in needs if least.total_bytes <= memory_bytes)
+            if (needed <= memory_bytes)
+            else None
+        )
+        if quick is None:
+            over = (needed - memory_bytes) / GIB
+            reason = f"needs {needed / GIB:.1f} GiB at least, {over:.1f} GiB too much"
+        else:
+            reason = f"slower: {quick:.3g} s at least, and more within memory"
+    return Alternative(layout=name, step_time_seconds=None, peak_memory_bytes=needed, reason=reason)

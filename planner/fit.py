@@ -1,0 +1,125 @@
+"""Does anything fit, and if not: what is the least memory any layout needs, and the smallest change that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cost_models.interface import CostModel
+from planner.chain import NO_CONTENT, Chain
+from planner.options import Menu, OptionSource, Restriction
+from planner.space import Grid, Topology, enumerate_grids
+from specs.cluster import ClusterSpec
+from specs.plan import TrainingSpec
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class LeastMemory:
+    """The layout that needs least: bytes of its fullest stage (with what is reserved), and where they go."""
+
+    total_bytes: float
+    grid: Grid
+    stage: int
+    static_bytes: float
+    activation_bytes: float
+    working_bytes: float
+    degree: int
+
+
+def least_memory(chain: Chain, grid: Grid, source: OptionSource) -> LeastMemory | None:
+    """Least possible memory of the fullest stage of a grid point, over all partitions and options.
+
+    None when the grid point is not divisible or has more stages than places to cut.
+    """
+    menu = source.menu(grid, Restriction())
+    if menu is None:
+        return None
+    working = np.array([table.working.min() for table in menu.tables])
+    peak = np.where(chain.counts > 0, working, 0.0).max(axis=1)
+    reach = np.full(chain.num_positions, np.inf)
+    reach[0] = 0.0
+    origins = []
+    for stage in range(grid.num_stages):
+        held = np.array([(t.static + grid.in_flight(stage) * t.activation).min() for t in menu.tables])
+        needs = chain.counts @ held + peak
+        matrix = np.where(chain.contents == NO_CONTENT, np.inf, needs[chain.contents])
+        worse = np.maximum(reach[:, None], matrix)
+        origins.append(worse.argmin(axis=0))
+        reach = worse.min(axis=0)
+    if not np.isfinite(reach[-1]):
+        return None
+    path = [chain.num_positions - 1]
+    for origin in reversed(origins):
+        path.insert(0, int(origin[path[0]]))
+    return _fullest(chain, grid, source, menu, path)
+
+
+def _fullest(chain: Chain, grid: Grid, source: OptionSource, menu: Menu, path: list[int]) -> LeastMemory:
+    """Terms of the fullest stage on a path, every module taking its smallest option."""
+    found = []
+    for stage in range(grid.num_stages):
+        counts = chain.counts[chain.contents[path[stage], path[stage + 1]]]
+        static = activation = working = 0.0
+        degree = 1
+        for kind in np.flatnonzero(counts).tolist():
+            table = menu.tables[kind]
+            option = int((table.static + grid.in_flight(stage) * table.activation).argmin())
+            static += counts[kind] * table.static[option]
+            activation += counts[kind] * grid.in_flight(stage) * table.activation[option]
+            working = max(working, float(table.working.min()))
+            degree = max(degree, menu.options[kind][option].degree)
+        reserved = source.costs.reserved_bytes + source.gathered_bytes(grid)
+        total = static + activation + working + reserved
+        found.append(LeastMemory(total, grid, stage, static, activation, working + reserved, degree))
+    return max(found, key=lambda stage: stage.total_bytes)
+
+
+def least_of_all(chain: Chain, grids: list[Grid], source: OptionSource) -> LeastMemory | None:
+    """The grid point that needs least memory."""
+    found = (least_memory(chain, grid, source) for grid in grids)
+    return min((item for item in found if item is not None), key=lambda item: item.total_bytes, default=None)
+
+
+def changes_that_fit(
+    cluster: ClusterSpec,
+    training: TrainingSpec,
+    make_costs: Callable[[ClusterSpec, TrainingSpec], CostModel],
+    chain: Chain,
+    capacity_bytes: float,
+) -> list[str]:
+    """The smallest number of nodes (doubled) and the largest sequence length (halved) that would fit."""
+
+    def fits(cluster: ClusterSpec, training: TrainingSpec) -> bool:
+        topology = Topology(cluster)
+        source = OptionSource(chain, training, make_costs(cluster, training), topology)
+        stages = min(topology.num_ranks, chain.num_positions - 1)
+        grids = enumerate_grids(topology, training, max_stages=stages, max_ranks_per_stage=topology.domain)
+        least = least_of_all(chain, [grid for grid in grids if grid.schedule == "1f1b"], source)
+        return least is not None and least.total_bytes <= capacity_bytes
+
+    found = []
+    if not cluster.missing and not cluster.slow:
+        for factor in (2, 4, 8, 16, 32):
+            larger = _times(cluster, factor)
+            if fits(larger, training):
+                found.append(f"{larger.num_devices} devices")
+                break
+    seq_len = training.seq_len // 2
+    while seq_len >= 128:
+        if fits(cluster, training.model_copy(update={"seq_len": seq_len})):
+            found.append(f"--seq-len {seq_len}")
+            break
+        seq_len //= 2
+    return found
+
+
+def _times(cluster: ClusterSpec, factor: int) -> ClusterSpec:
+    """The same nodes, `factor` times as many; one node's links serve between nodes where none are named."""
+    nodes = tuple(group.model_copy(update={"count": group.count * factor}) for group in cluster.nodes)
+    links = dict(cluster.links)
+    links.setdefault("scale_out", links["scale_up"])
+    return cluster.model_copy(update={"nodes": nodes, "links": links})

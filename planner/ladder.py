@@ -1,0 +1,72 @@
+"""The ladder: the best layout under each freedom, every rung allowing all that the one before allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.describe import describe
+from planner.grid_search import Incumbent
+from planner.layout import Layout
+from planner.search import FREEDOMS, Freedom, Outcome, Searcher
+from specs.plan import LadderRung
+
+NAMES: dict[Freedom, str] = {
+    "uniform": "best uniform",
+    "layers": "+ recompute per module, uneven stages",
+    "stages": "+ degree per stage",
+    "modules": "+ degree per module",
+    "cuts": "+ stage cuts inside layers",
+}
+# Gains below this fraction are called nothing.
+NOTHING = 5e-4
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One freedom's best layout, or None when nothing fits under it."""
+
+    freedom: Freedom
+    layout: Layout | None
+    seconds: float
+    outcome: Outcome
+
+
+def climb(searcher: Searcher, incumbent: Incumbent, last: Freedom, *, deadline: float) -> list[Rung]:
+    """Search every freedom up to `last`, each starting from the best layout of the one before."""
+    rungs = []
+    for freedom in FREEDOMS[: FREEDOMS.index(last) + 1]:
+        outcome = searcher.search(freedom, incumbent, deadline=deadline)
+        rungs.append(Rung(freedom, outcome.layout, outcome.seconds, outcome))
+    return rungs
+
+
+def as_ladder(rungs: list[Rung]) -> tuple[LadderRung, ...]:
+    """The rungs as they stand in a plan."""
+    ladder = []
+    previous: float | None = None
+    for rung in rungs:
+        seconds = rung.seconds if rung.layout is not None else None
+        gain = None if previous is None or seconds is None else max(0.0, 1.0 - seconds / previous)
+        ladder.append(
+            LadderRung(
+                freedom=NAMES[rung.freedom],
+                step_time_seconds=seconds,
+                gain_over_previous=gain,
+                layout="" if rung.layout is None else describe(rung.layout),
+                reason=_reason(rung, gain),
+            )
+        )
+        previous = seconds
+    return tuple(ladder)
+
+
+def _reason(rung: Rung, gain: float | None) -> str:
+    if rung.layout is None:
+        return "nothing of this kind fits"
+    if not rung.outcome.complete:
+        return "time limit: the best so far"
+    if gain is None:
+        return "" if rung.freedom == "uniform" else "the first that fits"
+    if gain < NOTHING:
+        return "buys nothing here"
+    return ""

@@ -1,0 +1,81 @@
+"""Uniform layouts: one degree, one recompute mode, one sharding, layers split evenly.  What one would pick by hand:
+data, tensor and pipeline parallelism, ZeRO-1 and all their combinations.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.layout import Layout
+from planner.options import OptionSource, Restriction
+from planner.partition import PipelineShape, pipeline_bound
+from planner.space import Grid
+from specs.plan import Recompute
+
+
+class UniformSearch:
+    """The one layout of a grid point that is uniform in a recompute mode.
+
+    Modules without the mode, and the head, recompute nothing.  `divides` and `fits` say whether it can be.
+    """
+
+    def __init__(
+        self, source: OptionSource, grid: Grid, boundaries: tuple[int, ...], mode: Recompute, *, capacity: float
+    ) -> None:
+        self._source = source
+        self._grid = grid
+        self._boundaries = boundaries
+        self._menu = source.menu(grid, Restriction((grid.num_ranks,), mode))
+        self.divides = self._menu is not None
+        self.fits = self._menu is not None and self._memory() <= capacity - source.gathered_bytes(grid)
+
+    @cached_property
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """How many of each distinct module every stage has."""
+        chain = self._source.chain
+        kinds = np.array(chain.kinds)
+        rows = [np.bincount(kinds[a:b], minlength=len(chain.modules)) for a, b in pairwise(self._boundaries)]
+        return np.stack(rows)
+
+    def _column(self, name: str) -> npt.NDArray[np.float64]:
+        assert self._menu is not None
+        return np.array([getattr(table, name)[0] for table in self._menu.tables])
+
+    def _memory(self) -> float:
+        """Bytes of the modules on the fullest stage."""
+        flights = np.array([self._grid.in_flight(stage) for stage in range(self._grid.num_stages)])
+        held = self._counts @ self._column("static") + flights * (self._counts @ self._column("activation"))
+        return float((held + np.where(self._counts > 0, self._column("working"), 0.0).max(axis=1)).max())
+
+    def lower(self) -> float:
+        """A bound of the layout's step seconds."""
+        assert self._menu is not None
+        overhead = self._source.costs.overhead
+        seconds = self._counts @ (self._column("forward") + self._column("backward"))
+        shape = PipelineShape(
+            num_stages=self._grid.num_stages,
+            num_micro_batches=self._grid.num_micro_batches,
+            transfers=self._source.transfer_seconds(self._grid),
+            longer_share=self._menu.longer_share,
+            schedule=self._grid.schedule,
+        )
+        stages = (seconds + 2.0 * overhead.other_seconds_per_action).tolist()
+        once = float((self._counts @ self._column("update")).max() + self._counts[0] @ self._column("sync"))
+        return (
+            pipeline_bound(shape, stages)
+            + once
+            - self._source.rates.sync(self._grid, self._grid.num_ranks).less
+            + overhead.other_seconds_per_step
+        )
+
+    def layout(self) -> Layout:
+        assert self._menu is not None
+        stages = tuple(
+            tuple(((options[0], n),) if n else () for options, n in zip(self._menu.options, row, strict=True))
+            for row in self._counts.tolist()
+        )
+        return Layout(self._grid, self._boundaries, stages)
