@@ -1,0 +1,149 @@
+"""Bad input through the installed command: one clear sentence, the right exit code, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+
+PLAIT = Path(sys.executable).with_name("plait")
+
+
+def plait(*arguments: str, cwd: Path, prefix: str = "") -> subprocess.CompletedProcess[str]:
+    """The installed command in `cwd`; `prefix` is shell text before it."""
+    command = [str(PLAIT), *arguments]
+    if prefix:
+        command = ["bash", "-c", f'{prefix}; exec "$@"', "bash", *command]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def refusal(*arguments: str, cwd: Path, code: int = 2, prefix: str = "") -> str:
+    """The one sentence that the command ends with."""
+    before = sorted(cwd.rglob("*"))
+    result = plait(*arguments, cwd=cwd, prefix=prefix)
+    assert result.returncode == code, result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("plait: ")
+    assert lines[0].endswith((".", "?"))
+    assert "Traceback" not in result.stdout
+    assert sorted(cwd.rglob("*")) == before, "a refused command wrote something"
+    return lines[0]
+
+
+PLAN = ("--global-batch", "64", "--seq-len", "4096", "-o", "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("plan", "--model", "llama-3-80b", "--cluster", "h100x8", *PLAN), "unknown model 'llama-3-80b', did you mean"),
+        (("plan", "--model", "gpt2", "--cluster", "h100x0", *PLAN), "cluster h100x0 has no devices"),
+        (("plan", "--model", "gpt2", "--cluster", "h100x12", *PLAN), "Use h100x8 or h100x16"),
+        (("plan", "--model", "gpt2", "--cluster", "h900x8", *PLAN), "unknown device 'h900'"),
+        (("plan", "--model", "no/model.json", "--cluster", "h100x8", *PLAN), "no/model.json does not exist"),
+        (
+            ("plan", "--model", "gpt2", "--cluster", "h100x8", "--profile", "none.json", *PLAN),
+            "none.json does not exist",
+        ),
+        (("plan", "--model", "gpt2", "--cluster", "h100x8", "--global-batch", "0", "--seq-len", "512"), "global-batch"),
+        (("plan", "--model", "gpt2", "--cluster", "h100x8", "--global-batch", "8", "--seq-len", "-1"), "seq-len"),
+        (("plan", "--model", "gpt2", "--cluster", "h100x8", "--global-batch", "x", "--seq-len", "512"), "global-batch"),
+        (("plan", "--model", "gpt2", "--cluster", "h100x8", *PLAN), "1024"),  # sequences longer than GPT-2 knows
+        (("plan", "--cluster", "h100x8", *PLAN), "--model"),
+        (("compare", "none"), "run folder none does not exist"),
+        (("schema", "plans"), "'plans' is not one of"),
+        (("schema",), "Missing argument"),
+        (("trian",), "No such command 'trian'"),
+        (("--nope",), "No such option"),
+        (("train", "none.json", "--out", "run"), "plan none.json does not exist"),
+        (("train", ".", "--out", "run"), "is a folder, a JSON file is needed"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else "",
+)
+def test_refused(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    assert expected in refusal(*arguments, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "llama", "hidden_size": 64}, "is missing"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
+        ({"hidden_size": 64}, "neither a plait model"),
+        ([], "neither a plait model"),
+    ],
+)
+def test_bad_model_files(config: object, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal("plan", "--model", "config.json", "--cluster", "h100x8", *PLAN, cwd=tmp_path)
+    assert expected in message
+
+
+def test_a_degree_that_leaves_a_shard_empty(tmp_path: Path) -> None:
+    data = runs.plan().model_dump(mode="json")
+    data["pipelines"][0]["stages"][0]["modules"][2]["cuts"] = [[0, 172, 172]]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert "rank 1 of the block of 2 would hold nothing" in refusal("train", "plan.json", "--out", "run", cwd=tmp_path)
+
+
+def test_a_run_folder_in_use_and_one_without_a_run(tmp_path: Path) -> None:
+    runs.write(tmp_path / "run", runs.whole_run())
+    assert "--resume" in refusal("train", "run/plan.json", "--out", "run", cwd=tmp_path)
+    assert "no run to resume" in refusal("train", "run/plan.json", "--out", "other", "--resume", cwd=tmp_path)
+
+
+def test_a_run_without_steps(tmp_path: Path) -> None:
+    runs.write(tmp_path / "run", [runs.start(1.0)])
+    assert "the log has no step" in refusal("compare", "run", cwd=tmp_path)
+
+
+def test_a_run_with_a_damaged_log(tmp_path: Path) -> None:
+    folder = runs.write(tmp_path / "run", runs.whole_run())
+    log = folder / "log.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]) + "\n")
+    assert "line 2 is not valid JSON" in refusal("compare", "run", cwd=tmp_path)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The kernel refuses every byte written to a file."""
+    runs.write(tmp_path / "run", runs.whole_run())
+    message = refusal("compare", "run", "--plot", "terms.svg", cwd=tmp_path, prefix="ulimit -f 0")
+    assert "terms.svg cannot be written" in message
+
+
+def test_a_plan_on_a_full_disk(tmp_path: Path) -> None:
+    arguments = ("plan", "--model", "gpt2", "--cluster", "h100x8", "--global-batch", "64", "--seq-len", "512")
+    result = plait(*arguments, "-o", "plan.json", cwd=tmp_path, prefix="ulimit -f 0")
+    assert result.returncode == 2
+    assert "plan.json cannot be written" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.2, 0.3])
+def test_ctrl_c_says_so_and_writes_nothing(delay: float, tmp_path: Path) -> None:
+    """A plan that takes longer than that; at any moment after Python itself has started."""
+    process = subprocess.Popen(
+        [str(PLAIT), "plan", "--model", "llama-3-405b", "--cluster", "h100x16384", *PLAN],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "plait: interrupted."
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
