@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,7 +49,10 @@ def choose_backend(backend: str | None) -> str:
 
 @contextmanager
 def process_group(backend: str, timeout_seconds: float) -> Iterator[torch.device]:
-    """Join the group named by torchrun's environment variables; gives this process's device."""
+    """Join the group named by torchrun's environment variables; gives this process's device.
+
+    After an error the group is left as it is: closing it could wait for peers, and would make them fail first.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if backend == "nccl":
         if local_rank >= torch.cuda.device_count():
@@ -61,7 +66,13 @@ def process_group(backend: str, timeout_seconds: float) -> Iterator[torch.device
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    yield device
+    dist.barrier()  # rank 0 holds the store: it must not leave while others still talk to it
+    dist.destroy_process_group()
+
+
+def leave() -> NoReturn:
+    """End a worker that is done.  Interpreter shutdown would race with gloo's threads (std::terminate, torch 2.13)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -31,7 +32,8 @@ def run_workers(arguments: Sequence[str], num_workers: int, *, after_crash: str)
     """Run `python -m arguments...` once per rank with torchrun's environment variables, until all are done.
 
     The first failure ends the others and is raised: a worker's own `PlaitError` with its message and exit code, a
-    crash as `WorkerError` with `after_crash` as the next step.  Ctrl-C and SIGTERM ask the workers for a clean stop; a second Ctrl-C ends them at once.
+    crash as `WorkerError` with `after_crash` as the next step.  Ctrl-C and SIGTERM ask the workers for a clean stop,
+    a second Ctrl-C ends them at once.
     """
     with tempfile.TemporaryDirectory(prefix="plait-") as folder:
         error_file = Path(folder) / "error.json"
@@ -77,8 +79,7 @@ def _wait(workers: Sequence[subprocess.Popen[bytes]], error_file: Path, after_cr
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            time.sleep(0.2)  # the first to fail may still be writing why
+        if failed or error_file.exists():
             _raise_failure(failed, error_file, after_crash)
         if all(code == 0 for code in codes):
             return
@@ -125,7 +126,10 @@ def end_with_parent() -> None:
 
 
 def report_error(error: PlaitError) -> None:
-    """Called by a worker: leave a user's mistake for the launcher to print once; without a launcher, print it."""
+    """Called by a worker: leave a user's mistake for the launcher to print once; without a launcher, print it.
+
+    With a launcher this waits to be ended: a worker that left would make its peers fail of lost connections.
+    """
     path = os.environ.get(ERROR_FILE)
     if path is None:
         print(f"plait: {error}", file=sys.stderr)
@@ -133,7 +137,6 @@ def report_error(error: PlaitError) -> None:
     temporary = f"{path}.{os.getpid()}"
     Path(temporary).write_text(json.dumps({"message": str(error), "exit_code": error.exit_code}))
     # The first to arrive wins: its error is the cause, later ones are consequences.
-    try:
+    with contextlib.suppress(FileExistsError):
         os.link(temporary, path)
-    except FileExistsError:
-        return
+    time.sleep(GRACE_SECONDS)

@@ -31,10 +31,11 @@ def start_run(plan_path: Path, out: Path, given: Mapping[str, object], *, resume
     if is_first:
         _write_folder(plan, options)
     if under_torchrun:
+        from executor.device import leave
         from executor.train import run_worker
 
         run_worker(plan, options)
-        return
+        leave()
     print(
         f"training {plan.model.name} on {plan.world_size} ranks of this machine, "
         f"{options.optimizer.num_steps} steps of {plan.training.tokens_per_step:,} tokens, in {out}",

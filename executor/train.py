@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from executor.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from executor.data import Samples, prepare
-from executor.device import choose_backend, device_name, process_group, versions
+from executor.device import choose_backend, device_name, leave, process_group, versions
 from executor.engine import Batch, Engine, StepResult, mean_terms
 from executor.launch import STARTED, end_with_parent, report_error
 from executor.ledger import Ledger, RunLog
@@ -266,6 +266,7 @@ def main() -> None:
     except PlaitError as error:
         report_error(error)
         sys.exit(error.exit_code)
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from executor.device import process_group, versions
+from executor.device import leave, process_group, versions
 from executor.launch import end_with_parent, report_error
 from profiles.collectives import CollectiveTimings
 from profiles.device import measured_device, seen_cluster
@@ -101,6 +101,7 @@ def main() -> None:
     except PlaitError as error:
         report_error(error)
         sys.exit(error.exit_code)
+    leave()
 
 
 if __name__ == "__main__":

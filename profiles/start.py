@@ -62,10 +62,11 @@ def start_profile(
     )
     _check_writable(options.out)
     if under_torchrun:
+        from executor.device import leave
         from profiles.measure import measure
 
         measure(options)
-        return
+        leave()
     print(
         f"profiling {model.name} on {ranks} ranks over {backend}: degrees {list(chosen)}, "
         f"{list(options.block_sequences)} sequences a block",
