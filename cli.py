@@ -238,9 +238,13 @@ def train(
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps in all (100).")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; without one, bytes are tokens.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of weights and sample order (0).")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak rate, reached after warm-up (3e-3).")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=1e-12, help="Peak rate, reached after warm-up (3e-3).")
+    ] = None,
     warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of linear warm-up (10).")] = None,
-    max_gradient_norm: Annotated[float | None, typer.Option(help="Clip the global norm to this (1.0).")] = None,
+    max_gradient_norm: Annotated[
+        float | None, typer.Option(min=1e-12, help="Clip the global norm to this (1.0).")
+    ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=0, help="Steps; 0: only at the end (50).")] = None,
     keep_checkpoints: Annotated[int | None, typer.Option(min=1, help="Newest checkpoints to keep (2).")] = None,
     evaluate_every: Annotated[int | None, typer.Option(min=0, help="Steps; 0: only at the end (0).")] = None,
@@ -351,6 +355,27 @@ def fit_failures(
     if out is not None:
         model.save(out)
         typer.echo(f"wrote {out}")
+
+
+@app.command()
+def validate(
+    runs: Annotated[Path, typer.Argument(help="Table (CSV) of published training runs, one per row.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: rows and summary.")] = False,
+) -> None:
+    """Predict published training runs and print the error of each, and by source, GPU and software stack."""
+    import json
+
+    from cost_models.validation import validate as validate_runs
+
+    validation = validate_runs(runs)
+    if as_json:
+        typer.echo(json.dumps(validation.as_dict(), indent=1))
+        return
+    from rich.console import Console
+
+    from reports.validation import render
+
+    Console(highlight=False).print(render(validation))
 
 
 def main() -> None:
