@@ -24,7 +24,7 @@ class Chain:
     """A model's chain.  `positions` are the module indices at which stages may begin, with 0 and the length.
 
     `contents[i, j]` numbers the content of the run from positions[i] to positions[j] (`NO_CONTENT` where i >= j);
-    `counts[content, k]` says how many of `modules[k]` it has.
+    `counts[content, k]` says how many of `modules[k]` it has, `spans[content]` the largest j - i.
     """
 
     names: tuple[str, ...]
@@ -33,6 +33,7 @@ class Chain:
     positions: tuple[int, ...]
     contents: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.int64]
 
     @property
     def num_positions(self) -> int:
@@ -51,8 +52,8 @@ def make_chain(model: ModelSpec, boundaries: Boundaries = "layers", fixed: tuple
     known: dict[Module, int] = {}
     kinds = tuple(known.setdefault(module, len(known)) for _, module in named)
     positions = tuple(sorted({0, len(named), *fixed})) if fixed is not None else _positions(named, boundaries)
-    contents, counts = _contents(kinds, positions, len(known))
-    return Chain(tuple(name for name, _ in named), kinds, tuple(known), positions, contents, counts)
+    contents, counts, spans = _contents(kinds, positions, len(known))
+    return Chain(tuple(name for name, _ in named), kinds, tuple(known), positions, contents, counts, spans)
 
 
 def layer_starts(named: tuple[NamedModule, ...]) -> list[int]:
@@ -87,7 +88,7 @@ def _positions(named: tuple[NamedModule, ...], boundaries: Boundaries) -> tuple[
 
 def _contents(
     kinds: tuple[int, ...], positions: tuple[int, ...], num_kinds: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Number every run by its counts of distinct modules."""
     one_hot = np.zeros((len(kinds) + 1, num_kinds), dtype=np.int64)
     one_hot[np.arange(1, len(kinds) + 1), kinds] = 1
@@ -96,4 +97,6 @@ def _contents(
     counts, number = np.unique(before[stops] - before[starts], axis=0, return_inverse=True)
     contents = np.full((len(positions), len(positions)), NO_CONTENT, dtype=np.int64)
     contents[starts, stops] = number.reshape(-1)
-    return contents, counts
+    spans = np.zeros(len(counts), dtype=np.int64)
+    np.maximum.at(spans, number.reshape(-1), stops - starts)
+    return contents, counts, spans

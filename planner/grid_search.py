@@ -23,12 +23,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.pipeline import simulate
 from cost_models.step import expected_maximum
 from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource
-from planner.partition import PipelineShape, best_partition
+from planner.partition import Partition, PipelineShape, best_partition, pipeline_bound
 from planner.space import Grid, divisors
 from planner.stage import OptionTable, StageChoice, StageSolver
 
@@ -103,7 +102,7 @@ class GridSearch:
             ]
             for sync in (1.0 / m if with_sync else 0.0, 0.0)
         ]
-        self._values: dict[tuple[bool, int], Floats] = {}
+        self._values = self._weighted_bounds()
         self._results: dict[tuple[bool, int, int], StageResult | None] = {}
 
     @property
@@ -117,14 +116,11 @@ class GridSearch:
         """
         bound = 0.0
         while True:
-            matrices = [self._matrix(stage) for stage in range(self.grid.num_stages)]
-            worst = self._worst(matrices)
+            worst = self._worst()
             if not np.isfinite(worst):
                 return np.inf
             enough = incumbent.seconds * (1.0 - tolerance) - self.constant
-            found = best_partition(
-                self.shape, matrices, at_least=bound, below=min(enough, worst), accuracy=tolerance / 4.0
-            )
+            found = self._partition(at_least=bound, below=min(enough, worst), accuracy=tolerance / 4.0)
             if found is None:
                 return max(bound, enough) + self.constant
             bound = found.bound
@@ -133,48 +129,50 @@ class GridSearch:
 
     def quick_bound(self, enough: float) -> float:
         """A bound of step seconds before any stage is solved exactly; only as good as needed to reach `enough`."""
-        matrices = [self._matrix(stage) for stage in range(self.grid.num_stages)]
-        worst = self._worst(matrices)
+        worst = self._worst()
         if not np.isfinite(worst):
             return np.inf
         below = min(enough - self.constant, worst)
-        found = best_partition(self.shape, matrices, below=below, accuracy=np.inf)
+        found = self._partition(at_least=0.0, below=below, accuracy=np.inf)
         return 0.0 if found is not None else below + self.constant
 
     def lower(self, stages: Sequence[StageResult]) -> float:
-        """The objective of a solved layout: never above its price."""
+        """A bound of a solved layout's price."""
         forward, backward, spread, update = (
             [self._total(stage, column) for stage in stages] for column in ("forward", "backward", "spread", "update")
         )
-        timing = simulate(
-            self.grid.schedule,
-            [seconds + self.host for seconds in forward],
-            [seconds + self.host for seconds in backward],
-            self.shape.transfers,
-            self.grid.num_micro_batches,
-        )
+        seconds = [f + b + 2.0 * self.host for f, b in zip(forward, backward, strict=True)]
         straggler = self.jitter * float(np.sqrt(self.grid.num_micro_batches * max(spread)))
         once = self._total(stages[0], "sync") + max(update)
-        return timing.makespan_seconds + once + straggler + self.other
+        return pipeline_bound(self.shape, seconds) + once + straggler + self.other
 
-    def _values_of(self, first: bool, in_flight: int) -> Floats:
-        """Weighted seconds of every content: exact where solved, else a bound; `inf` where it cannot fit."""
-        key = (first, in_flight)
-        if key not in self._values:
-            bounds = [solver.bounds(in_flight) for solver in self._solvers[not first]]
-            self._values[key] = np.minimum.reduce(bounds) + 2.0 * self.host
-        return self._values[key]
+    def _partition(self, *, at_least: float, below: float, accuracy: float) -> Partition | None:
+        chain = self.chain
+        return best_partition(
+            self.shape, chain.contents, chain.spans, self._values, at_least=at_least, below=below, accuracy=accuracy
+        )
 
-    def _matrix(self, stage: int) -> Floats:
-        values = self._values_of(stage == 0, self.grid.in_flight(stage))
-        contents = self.chain.contents
-        matrix: Floats = np.where(contents == NO_CONTENT, np.inf, values[contents])
-        return matrix
+    def _weighted_bounds(self) -> list[Floats]:
+        """For every stage, weighted seconds of every content: bounds at first, exact where solved (`_result`).
 
-    def _worst(self, matrices: Sequence[Floats]) -> float:
+        Stages with as many micro-batches in flight share an array, but for the first.
+        """
+        later, first = self._solvers[1], self._solvers[0]
+        own = np.minimum.reduce([solver.bounds([self.grid.in_flight(0)]) for solver in first])[0] + 2.0 * self.host
+        flights = sorted({self.grid.in_flight(stage) for stage in range(1, self.grid.num_stages)})
+        arrays: dict[int, Floats] = {}
+        if flights:
+            rows = np.minimum.reduce([solver.bounds(flights) for solver in later]) + 2.0 * self.host
+            arrays = dict(zip(flights, rows, strict=True))
+        return [own] + [arrays[self.grid.in_flight(stage)] for stage in range(1, self.grid.num_stages)]
+
+    def _worst(self) -> float:
         """A makespan that some partition reaches; `inf` when there is none.  (Least sum, every stage m times.)"""
-        reach = matrices[0][0]
-        for matrix in matrices[1:]:
+        contents = self.chain.contents
+        reach = np.full(self.chain.num_positions, np.inf)
+        reach[0] = 0.0
+        for values in self._values:
+            matrix = np.where(contents == NO_CONTENT, np.inf, values[contents])
             reach = (reach[:, None] + matrix).min(axis=0)
         transfers = 2.0 * self.grid.num_micro_batches * sum(self.shape.transfers)
         return 1.001 * (self.grid.num_micro_batches + 1) * (float(reach[-1]) + transfers)
@@ -203,7 +201,7 @@ class GridSearch:
             best = min(fitting, key=lambda result: result.choice.weighted, default=None)
             self._results[key] = best
             value = np.inf if best is None else best.choice.weighted + 2.0 * self.host
-            self._values_of(first, in_flight)[content] = value
+            self._values[stage][content] = value
         return self._results[key]
 
     def _assignment(self, stage: StageResult) -> Assignment:

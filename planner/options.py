@@ -98,6 +98,7 @@ class OptionSource:
         self.rates = Rates(training, costs, topology, self.num_elements)
         head = chain.modules[chain.kinds[-1]]
         self.tied = isinstance(head, Head) and head.tied
+        self._transfers: dict[tuple[int, int, int, str, int], tuple[float, ...]] = {}
         self._known: dict[tuple[int, int, int, str], _Passes | None] = {}
         self._held: dict[tuple[int, int, int, int], _Static] = {}
 
@@ -117,13 +118,21 @@ class OptionSource:
 
     def transfer_seconds(self, grid: Grid) -> tuple[float, ...]:
         """Seconds between neighbouring stages of the first replica."""
-        tokens = -(-grid.micro_batch * self.training.seq_len // grid.num_ranks)
-        payload = tokens * self.chain.modules[0].hidden * ACTIVATION_BYTES[self.training.precision]
-        firsts = [grid.stage_positions(stage)[0, 0] for stage in range(grid.num_stages)]
-        levels = [self.topology.span(np.array(pair)).level for pair in pairwise(firsts)]
-        return tuple(
-            self.costs.collective("point_to_point", num_ranks=2, payload_bytes=payload, level=level) for level in levels
-        )
+        key = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, grid.micro_batch)
+        if key not in self._transfers:
+            tokens = -(-grid.micro_batch * self.training.seq_len // grid.num_ranks)
+            payload = tokens * self.chain.modules[0].hidden * ACTIVATION_BYTES[self.training.precision]
+            firsts = [grid.stage_positions(stage)[0, 0] for stage in range(grid.num_stages)]
+            self._transfers[key] = tuple(
+                self.costs.collective(
+                    "point_to_point",
+                    num_ranks=2,
+                    payload_bytes=payload,
+                    level=self.topology.span(np.array(pair)).level,
+                )
+                for pair in pairwise(firsts)
+            )
+        return self._transfers[key]
 
     def gathered_bytes(self, grid: Grid) -> float:
         """Buffer in which sharded weights are gathered: the largest bucket there can be."""

@@ -78,15 +78,48 @@ def pipeline_bound(shape: PipelineShape, seconds: Sequence[float]) -> float:
     return longest
 
 
+class Runs:
+    """Runs of the chain of at most `longest` positions, as indices of their contents.
+
+    `from_start[i, k]` is the content of the run from position i to i + 1 + k, `to_stop[j, k]` that of the run from
+    j - 1 - k to j; both `num_contents` (an index past the end) where there is no such run.
+    """
+
+    def __init__(self, contents: npt.NDArray[np.int64], num_contents: int, longest: int) -> None:
+        size = contents.shape[0]
+        padded = np.full((size + longest, size + longest), num_contents, dtype=np.int64)
+        padded[:size, :size] = np.where(contents < 0, num_contents, contents)
+        rows, steps = np.arange(size)[:, None], np.arange(longest)[None, :]
+        self.stops = rows + 1 + steps
+        self.starts = rows - 1 - steps
+        self.from_start = padded[rows, self.stops]
+        self.to_stop = np.where(self.starts < 0, num_contents, padded[self.starts, rows])
+        self.longest = longest
+        self.size = size
+
+
 def best_partition(
-    shape: PipelineShape, values: Sequence[Floats], *, at_least: float = 0.0, below: float, accuracy: float
+    shape: PipelineShape,
+    contents: npt.NDArray[np.int64],
+    spans: npt.NDArray[np.int64],
+    values: Sequence[Floats],
+    *,
+    at_least: float = 0.0,
+    below: float,
+    accuracy: float,
 ) -> Partition | None:
-    """Bisection for Z.  `values[s][i, j]`: stage s from position i to j, `inf` where it cannot be (also i >= j).
+    """Bisection for Z.  `contents[i, j]` numbers the run from position i to j (negative: none), `spans` has the
+    largest j - i of every content, `values[s]` the seconds of every content on stage s (`inf` where it cannot be).
 
     None when no partition has all its paths below `below` (finite).  `at_least` is a bound known before; the result
     is exact up to the relative `accuracy`.
     """
-    finder = _Finder(shape, values)
+    least = np.minimum.reduce(values)
+    possible = least * shape.num_micro_batches <= below
+    if not possible.any():
+        return None
+    runs = Runs(contents, len(spans), int(spans[possible].max()))
+    finder = _Finder(shape, runs, values)
     path = finder.path_within(below)
     if path is None:
         return None
@@ -106,39 +139,41 @@ def best_partition(
 class _Finder:
     """Asks for one set of values whether a partition exists within Z."""
 
-    def __init__(self, shape: PipelineShape, values: Sequence[Floats]) -> None:
+    def __init__(self, shape: PipelineShape, runs: Runs, values: Sequence[Floats]) -> None:
         self._shape = shape
-        self._values = values
-        size = values[0].shape[0]
-        reach = np.full(size, np.inf)
+        self._runs = runs
+        self._values = [np.append(v, np.inf) for v in values]
+        reach = np.full(runs.size, np.inf)
         reach[0] = 0.0
         self._before = []
-        for stage, v in enumerate(values):
+        for stage, v in enumerate(self._values):
             self._before.append(reach + shape.transfers_before(stage))
-            reach = (reach[:, None] + v).min(axis=0)
+            reach = (reach[np.maximum(runs.starts, 0)] + v[runs.to_stop]).min(axis=1)
         least = float(reach[-1])
         self.floor = least + 2.0 * sum(shape.transfers) if np.isfinite(least) else 0.0
+        self._rows = np.arange(runs.size)
 
     def path_within(self, limit: float) -> tuple[int, ...] | None:
         """A partition all of whose paths may stay below `limit`, or None when there is none."""
-        shape = self._shape
-        post = np.full(self._values[0].shape[0], np.inf)
-        post[-1] = 0.0
+        shape, runs = self._shape, self._runs
+        post = np.full(runs.size + runs.longest, np.inf)
+        post[runs.size - 1] = 0.0
         choices = []
         for stage in reversed(range(shape.num_stages)):
-            v = self._values[stage]
+            own, after = self._values[stage][runs.from_start], post[runs.stops]
             room = limit - self._before[stage][:, None]
-            after = post[None, :] + shape.transfers_after(stage)
-            total = v + post[None, :]
+            total = own + after
+            later = after + shape.transfers_after(stage)
+            fits = np.isfinite(total)
             for a, b in shape.paths(stage):
-                fits = b * v <= room if a == 0.0 else a * after + b * v <= room
-                total = np.where(fits, total, np.inf)
+                fits &= b * own <= room if a == 0.0 else a * later + b * own <= room
+            total = np.where(fits, total, np.inf)
             choice = total.argmin(axis=1)
-            post = total[np.arange(total.shape[0]), choice]
+            post[: runs.size] = total[self._rows, choice]
             choices.append(choice)
         if not np.isfinite(post[0]):
             return None
         path = [0]
         for choice in reversed(choices):
-            path.append(int(choice[path[-1]]))
+            path.append(path[-1] + 1 + int(choice[path[-1]]))
         return tuple(path)

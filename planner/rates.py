@@ -36,6 +36,7 @@ class Rates:
         self._costs = costs
         self._topology = topology
         self._num_elements = num_elements
+        self._spans: dict[tuple[int, int, int, str, int], Span] = {}
         self._sync: dict[tuple[Span, int], SyncRate] = {}
 
     @cached_property
@@ -46,10 +47,12 @@ class Rates:
 
     def sync(self, grid: Grid, degree: int) -> SyncRate:
         """Of the first stage's gradient collectives of tensors that blocks of `degree` ranks cut."""
-        positions = grid.stage_positions(0)[:, ::degree].reshape(-1)
-        if len(positions) == 1:
+        shape = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, degree)
+        if shape not in self._spans:
+            self._spans[shape] = self._topology.span(grid.stage_positions(0)[:, ::degree].reshape(-1))
+        if self._spans[shape].num_ranks == 1:
             return SyncRate(0.0, 0.0)
-        key = (self._topology.span(positions), grid.zero)
+        key = (self._spans[shape], grid.zero)
         if key not in self._sync:
             self._sync[key] = self._sync_rate(*key)
         return self._sync[key]

@@ -78,6 +78,7 @@ class Searcher:
             )
         )
         self._fine: Chain | None = None
+        self._even: dict[int, tuple[int, ...] | None] = {}
         self._quick: dict[tuple[int, int, bool], float] = {}
 
     def search(
@@ -166,7 +167,7 @@ class Searcher:
 
     def _uniform(self, grid: Grid, incumbent: Incumbent, outcome: Outcome) -> float:
         """Offer the even split of a grid point in every recompute mode and variant; return the least bound."""
-        boundaries = even_boundaries(self.model, grid.num_stages)
+        boundaries = self._even_boundaries(grid.num_stages)
         if boundaries is None:
             outcome.pruned["more stages than layers"] += 1
             return float("inf")
@@ -204,6 +205,11 @@ class Searcher:
                 total = sum(n * seconds for n, seconds in zip(self.chain.totals.tolist(), least, strict=True))
             self._quick[key] = total
         return self._quick[key]
+
+    def _even_boundaries(self, num_stages: int) -> tuple[int, ...] | None:
+        if num_stages not in self._even:
+            self._even[num_stages] = even_boundaries(self.model, num_stages)
+        return self._even[num_stages]
 
     def chain_of(self, freedom: Freedom) -> Chain:
         """The chain with the stage boundaries that a freedom allows."""

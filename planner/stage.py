@@ -72,6 +72,8 @@ class StageSolver:
         self.weighted = [
             table.forward + table.backward + sync_weight * table.sync + update_weight * table.update for table in tables
         ]
+        least = np.array([table.working.min() for table in tables])
+        self._least_working: Floats = np.where(counts > 0, least, 0.0).max(axis=1)
         self._exact: dict[tuple[int, int], StageChoice | None] = {}
 
     def memory(self, kind: int, in_flight: int) -> Floats:
@@ -79,19 +81,23 @@ class StageSolver:
         table = self.tables[kind]
         return table.static + in_flight * table.activation
 
-    def bounds(self, in_flight: int) -> Floats:
-        """Lower bound of weighted seconds of every content; `inf` where it cannot fit."""
-        memory = [self.memory(kind, in_flight) for kind in range(len(self.tables))]
-        prices = _prices(self.weighted, memory)
+    def bounds(self, in_flight: Sequence[int]) -> Floats:
+        """Lower bounds of weighted seconds, [in flight, content]; `inf` where a content cannot fit."""
+        prices = _prices(self.weighted, [self.memory(k, f) for k in range(len(self.tables)) for f in set(in_flight)])
+        flights = np.array(in_flight, dtype=np.float64)[:, None]
+        memory = [t.static + flights * t.activation for t in self.tables]
         duals = np.stack(
-            [(w[:, None] + m[:, None] * prices).min(axis=0) for w, m in zip(self.weighted, memory, strict=True)]
+            [
+                (w[None, :, None] + m[:, :, None] * prices).min(axis=1)
+                for w, m in zip(self.weighted, memory, strict=True)
+            ]
         )
-        least_working = np.array([table.working.min() for table in self.tables])
-        working = np.where(self.counts > 0, least_working, 0.0).max(axis=1)
-        values: Floats = (self.counts @ duals - np.outer(self.capacity - working, prices)).max(axis=1)
-        least_memory = self.counts @ np.array([m.min() for m in memory])
-        values[least_memory + working > self.capacity] = np.inf
-        return values
+        values: Floats = np.tensordot(self.counts, duals, axes=(1, 0))
+        values -= (self.capacity - self._least_working)[:, None, None] * prices
+        result: Floats = values.max(axis=2).T
+        least_memory = np.stack([m.min(axis=1) for m in memory]).T @ self.counts.T
+        result[least_memory + self._least_working > self.capacity] = np.inf
+        return result
 
     def solve(self, content: int, in_flight: int) -> StageChoice | None:
         """The exact optimum in weighted seconds; None when the content does not fit."""
@@ -147,9 +153,13 @@ def _renumber(label: Label, usable: list[npt.NDArray[np.int64]]) -> list[list[tu
 
 
 def _prices(weighted: Sequence[Floats], memory: Sequence[Floats]) -> Floats:
-    """Zero and the slopes of all convex hulls: the prices of a byte at which some module changes its option."""
+    """Zero and slopes of convex hulls: the prices of a byte at which some module changes its option.
+
+    `memory` may hold the same modules several times, for different numbers in flight.
+    """
     slopes = {0.0}
-    for w, m in zip(weighted, memory, strict=True):
+    for index, m in enumerate(memory):
+        w = weighted[index * len(weighted) // len(memory)]
         points = hull(w, m)
         slopes.update(float((w[a] - w[b]) / (m[b] - m[a])) for a, b in pairwise(points))
     ordered = np.array(sorted(slopes))

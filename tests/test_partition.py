@@ -7,42 +7,76 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_models.pipeline import simulate
 from planner.chain import even_boundaries, make_chain
-from planner.partition import best_partition
-from planner.space import Topology, divisors, enumerate_grids
+from planner.partition import PipelineShape, best_partition, pipeline_bound
+from planner.space import Topology, divisors, enumerate_grids, variants
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
 from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
 from specs.plan import TrainingSpec
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 4), st.integers(0, 3), st.integers(1, 9), st.sampled_from([0.0, 0.5]), st.integers(0, 2**32 - 1))
-def test_best_partition_is_the_best(num_stages, extra, num_micro_batches, transfers, seed):
+@given(
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batches, transfer, schedule, seed):
     size = num_stages + extra + 1
     generator = np.random.default_rng(seed)
+    contents = np.full((size, size), -1)
+    starts, stops = np.triu_indices(size, k=1)
+    contents[starts, stops] = np.arange(len(starts))
     values = []
     for _ in range(num_stages):
-        v = generator.integers(1, 12, (size, size)).astype(float)
-        v[generator.random((size, size)) < 0.15] = np.inf
-        v[np.tril_indices(size)] = np.inf
+        v = generator.integers(1, 12, len(starts)).astype(float)
+        v[generator.random(len(starts)) < 0.15] = np.inf
         values.append(v)
+    shape = PipelineShape(num_stages, num_micro_batches, (transfer,) * (num_stages - 1), 0.6, schedule)
     best = np.inf
     for inner in combinations(range(1, size - 1), num_stages - 1):
-        stages = [v[i, j] for v, (i, j) in zip(values, pairwise((0, *inner, size - 1)), strict=True)]
-        if not np.isfinite(stages).all():
-            continue
-        once = sum(stages) + 2 * transfers
-        best = min(best, once + (num_micro_batches - 1) * max(max(stages), once / num_stages))
-    found = best_partition(values, num_micro_batches, transfers)
+        path = (0, *inner, size - 1)
+        stages = [v[contents[i, j]] for v, (i, j) in zip(values, pairwise(path), strict=True)]
+        if np.isfinite(stages).all():
+            best = min(best, pipeline_bound(shape, stages))
+    found = best_partition(shape, contents, stops - starts, values, below=1e6, accuracy=1e-6)
     if not np.isfinite(best):
         assert found is None
         return
-    assert found.seconds == pytest.approx(best)
-    assert found.bound == found.seconds
+    assert found.bound <= best * (1 + 1e-9)
     assert found.path[0] == 0
     assert found.path[-1] == size - 1
-    early = best_partition(values, num_micro_batches, transfers, stop_at=0.0)
-    assert early.bound <= best + 1e-9 <= early.seconds + 2e-9
+    if num_stages == 1:
+        assert found.bound == pytest.approx(best, rel=1e-5)
+    assert best_partition(shape, contents, stops - starts, values, below=found.bound * 0.99, accuracy=1e-6) is None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.1, 3.0), st.floats(0.0, 0.5)), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_pipeline_bound_is_never_above_the_simulation(stages, num_micro_batches, schedule):
+    forward, backward, transfers = zip(*stages, strict=True)
+    longer = min(max(f, b) / (f + b) for f, b in zip(forward, backward, strict=True))
+    shape = PipelineShape(len(stages), num_micro_batches, transfers[1:], longer, schedule)
+    exact = simulate(schedule, forward, backward, transfers[1:], num_micro_batches).makespan_seconds
+    bound = pipeline_bound(shape, [f + b for f, b in zip(forward, backward, strict=True)])
+    assert bound <= exact * (1 + 1e-9)
+    if len(stages) == 1:
+        assert bound == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("num_micro_batches", [4, 5, 32])
+def test_pipeline_bound_is_exact_for_equal_stages(num_micro_batches):
+    shape = PipelineShape(4, num_micro_batches, (0.0,) * 3, 2 / 3, "1f1b")
+    exact = simulate("1f1b", [1.0] * 4, [2.0] * 4, [0.0] * 3, num_micro_batches).makespan_seconds
+    assert pipeline_bound(shape, [3.0] * 4) == pytest.approx(exact)
 
 
 def model(num_layers):
@@ -110,4 +144,7 @@ def test_grids_use_every_rank_and_divide_the_batch():
         assert grid.num_replicas * grid.micro_batch * grid.num_micro_batches == 12
         assert grid.num_stages <= 4 >= grid.num_ranks
     assert {(g.num_stages, g.num_ranks) for g in grids} == {(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)}
+    for grid in grids:
+        assert grid in variants(grid)
+        assert len(variants(grid)) == 2 * (2 if grid.num_stages > 1 and grid.num_replicas > 1 else 1)
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
