@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from cost_models.failures import default_failure_model
 from cost_models.goodput import GoodputFactors, checkpoint_bytes_per_rank, factors, factors_of
 from specs.tensors import num_parameters
+from tests import plans
 
 
 def large(**changes: int | float) -> GoodputFactors:
