@@ -239,11 +239,11 @@ def train(
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; without one, bytes are tokens.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of weights and sample order (0).")] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(min=1e-12, help="Peak rate, reached after warm-up (3e-3).")
+        float | None, typer.Option(min=1e-9, max=1e3, help="Peak rate, reached after warm-up (3e-3).")
     ] = None,
     warmup_steps: Annotated[int | None, typer.Option(min=0, help="Steps of linear warm-up (10).")] = None,
     max_gradient_norm: Annotated[
-        float | None, typer.Option(min=1e-12, help="Clip the global norm to this (1.0).")
+        float | None, typer.Option(min=1e-9, max=1e9, help="Clip the global norm to this (1.0).")
     ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=0, help="Steps; 0: only at the end (50).")] = None,
     keep_checkpoints: Annotated[int | None, typer.Option(min=1, help="Newest checkpoints to keep (2).")] = None,
@@ -307,6 +307,8 @@ def simulate(
     failures: Annotated[Path | None, typer.Option(help="Failure model, e.g. from `plait fit-failures`.")] = None,
     trials: Annotated[int, typer.Option(min=2, max=100_000, help="Histories to play.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Of the histories.")] = 0,
+    profile: Annotated[Path | None, typer.Option(help="profile.json, for the spread between ranks.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it into this png, svg or pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Play days of failures: what the plan really delivers, under each policy, and what to improve first."""
@@ -326,13 +328,20 @@ def simulate(
         trials=trials,
         seed=seed,
         target=target,
+        profile=profile,
     )
+    if plot is not None:
+        from reports.goodput_plot import draw
+
+        draw(delivery, plot)
     if as_json:
         typer.echo(json.dumps(to_json(delivery, tokens), indent=1))
         return
     from rich.console import Console
 
     Console(highlight=False).print(render(delivery, tokens))
+    if plot is not None:
+        typer.echo(f"wrote {plot}")
 
 
 @app.command(name="fit-failures")

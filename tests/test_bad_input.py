@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import runs
+from tests.test_docs import EXAMPLES
 
 PLAIT = Path(sys.executable).with_name("plait")
 
@@ -39,6 +40,7 @@ def refusal(*arguments: str, cwd: Path, code: int = 2, prefix: str = "") -> str:
     return lines[0]
 
 
+SHORT = ("--global-batch", "64", "--seq-len", "512")
 PLAN = ("--global-batch", "64", "--seq-len", "4096", "-o", "plan.json")
 
 
@@ -59,6 +61,21 @@ PLAN = ("--global-batch", "64", "--seq-len", "4096", "-o", "plan.json")
         (("plan", "--model", "gpt2", "--cluster", "h100x8", "--global-batch", "x", "--seq-len", "512"), "global-batch"),
         (("plan", "--model", "gpt2", "--cluster", "h100x8", *PLAN), "1024"),  # sequences longer than GPT-2 knows
         (("plan", "--cluster", "h100x8", *PLAN), "--model"),
+        (("plan", "--model", "gpt2", *SHORT), "no cluster is given"),
+        (("plan", "--model", "gpt2", "--cluster", "h100x8", *SHORT, "--memory-cap", "lots"), "'lots' is not a size"),
+        (("plan", "--model", "gpt2", "--cluster", "a10gx8", *SHORT, "--precision", "fp8"), "no shipped data for fp8"),
+        (("plan", "--model", "gpt2", "--cluster", "h100x8", *SHORT, "--objective", "fun"), "'fun' is not one of"),
+        (
+            ("plan", "--model", "tiny", "--cluster", "h100x64", "--global-batch", "1", "--seq-len", "64"),
+            "multiple of 64",
+        ),
+        (("estimate", "none.json"), "none.json does not exist"),
+        (("simulate", "none.json"), "none.json does not exist"),
+        (("simulate", "none.json", "--days", "0"), "--days"),
+        (("fit-failures",), "Missing argument"),
+        (("profile", "--nproc", "0"), "--nproc"),
+        (("train", "none.json", "--out", "r", "--learning-rate", "-1"), "--learning-rate"),
+        (("train", "none.json", "--out", "r", "--learning-rate", "nan"), "--learning-rate"),
         (("compare", "none"), "run folder none does not exist"),
         (("schema", "plans"), "'plans' is not one of"),
         (("schema",), "Missing argument"),
@@ -71,6 +88,23 @@ PLAN = ("--global-batch", "64", "--seq-len", "4096", "-o", "plan.json")
 )
 def test_refused(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     assert expected in refusal(*arguments, cwd=tmp_path)
+
+
+def test_a_model_that_fits_nowhere(tmp_path: Path) -> None:
+    message = refusal("plan", "--model", "llama-3-405b", "--cluster", "h100x8", *PLAN, cwd=tmp_path, code=3)
+    assert "no plan fits 79.1 GiB" in message
+
+
+def test_no_time_at_all(tmp_path: Path) -> None:
+    arguments = ("plan", "--model", "llama-3-70b", "--cluster", "h100x64", *PLAN, "--time-limit", "0")
+    assert "no plan was found within 0 s" in refusal(*arguments, cwd=tmp_path, code=4)
+
+
+def test_a_profile_of_another_machine(tmp_path: Path) -> None:
+    profile = next(block.text for block in EXAMPLES if block.info == "json profile")
+    (tmp_path / "profile.json").write_text(profile)
+    arguments = ("plan", "--model", "gpt2", "--cluster", "a100x8", "--profile", "profile.json", *SHORT)
+    assert "measured on H100, the cluster a100x8 has A100-80G" in refusal(*arguments, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
