@@ -9,8 +9,10 @@ from cost_models.failures import load_failure_model
 from cost_models.policies import standard_policies
 from cost_models.sources import device_costs
 from cost_models.step import price
+from cost_models.stragglers import with_profile
 from specs.base import load_document
 from specs.plan import Plan
+from specs.profile import Profile
 
 
 def simulate_plan(
@@ -24,10 +26,14 @@ def simulate_plan(
     trials: int = 40,
     seed: int = 0,
     target: float = 0.99,
+    profile: Path | None = None,
 ) -> Delivery:
     """Play a plan.  One without a prediction is priced from device data; `policy` "all" compares all of them."""
     plan = load_document(Plan, path, "plan")
     model = load_failure_model(failures)
+    if profile is not None:
+        measured = load_document(Profile, profile, "profile")
+        model = model.model_copy(update={"slow": with_profile(model.slow, measured)})
     predicted = plan.predicted
     if predicted is None:
         predicted = price(plan, device_costs(plan.cluster, plan.training), failures=model)

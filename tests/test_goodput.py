@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from cli import app
+from cost_models.break_even import Candidate, break_even
 from cost_models.failures import default_failure_model
 from cost_models.goodput import GoodputFactors, checkpoint_bytes_per_rank, factors, factors_of
+from cost_models.sources import device_costs
+from cost_models.step import price
+from specs.base import load_document
+from specs.errors import BadInputError
+from specs.plan import MemoryTerms, Plan, Prediction, StepTerms
+from specs.presets import cluster_preset, model_preset
 from specs.tensors import num_parameters
 from tests import plans
 
@@ -131,3 +143,141 @@ def test_importing_brings_no_heavy_package() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def candidate(replicas: int, tokens_per_second: float) -> Candidate:
+    return Candidate(
+        tokens_per_second=tokens_per_second,
+        num_ranks=256,
+        num_replicas=replicas,
+        devices_per_node=8,
+        step_seconds=5.0,
+        state_bytes_per_rank=10**9,
+        ranks_per_group=8,
+    )
+
+
+def test_break_even_is_where_both_deliver_the_same() -> None:
+    fast, sturdy = candidate(2, 1.00e6), candidate(16, 0.97e6)
+    found = break_even(fast, sturdy)
+    assert found is not None
+    at = default_failure_model().scaled(found.multiplier)
+    assert fast.goodput(at) == pytest.approx(sturdy.goodput(at), rel=1e-6)
+    assert found.second_wins_above
+    assert fast.goodput(default_failure_model().scaled(found.multiplier / 1.5)) > 0.0
+    below, above = (default_failure_model().scaled(found.multiplier * f) for f in (0.7, 1.4))
+    assert fast.goodput(below) > sturdy.goodput(below)
+    assert fast.goodput(above) < sturdy.goodput(above)
+    days = found.days_between_failures
+    assert days == pytest.approx(1 / at.failures_per_device_day, rel=1e-9)
+    assert found.sentence("A", "B") == f"A wins unless a device fails more often than once in {days:,.0f} days, then B"
+    turned = break_even(sturdy, fast)
+    assert turned is not None
+    assert not turned.second_wins_above
+    assert turned.sentence("B", "A") == found.sentence("A", "B")
+
+
+def test_a_plan_that_is_always_ahead_has_no_break_even() -> None:
+    assert break_even(candidate(16, 1.00e6), candidate(2, 0.97e6)) is None
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 70B model on 1,024 GPUs, 32 replicas of four nodes."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plans.plan(
+        stages=4,
+        ranks=8,
+        replicas=32,
+        micro_batches=16,
+        seq_len=8192,
+        model=model_preset("llama-3-70b"),
+        on=cluster_preset("h100x1024"),
+    ).save(path)
+    return path
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
+def test_simulate_agrees_with_itself(plan_file: Path) -> None:
+    found = run_json("simulate", str(plan_file), "--policy", "all", "--days", "60", "--trials", "60")
+    shares = found["waterfall"]
+    losses = [share for name, share in shares.items() if name not in ("ideal", "delivered")]
+    assert shares["ideal"] + sum(losses) == pytest.approx(shares["delivered"], abs=1e-9)
+    assert max(losses) <= 1e-12
+    head = found["headline"]
+    assert head["tokens_per_day_p5"] <= head["tokens_per_day_p50"] <= head["tokens_per_day_p95"]
+    assert len(found["policies"]) == 8
+    for name, policy in found["policies"].items():
+        if name not in ("wait", "drop-in-place"):
+            assert abs(policy["monte_carlo"] - policy["closed_form"]) < 4 * policy["standard_error"] + 2e-3
+    assert found["verdict"].startswith("In domains of 8, nonuniform TP gains")
+    gains = list(found["improvements"].values())
+    assert gains == sorted(gains, reverse=True)
+    assert found["sensitivity"]["failures x 2"] < 0 < found["sensitivity"]["failures x 1/2"]
+    exact = found["checkpoint"]["exact_seconds"]
+    assert found["checkpoint"]["young_seconds"] == pytest.approx(exact, rel=0.05)
+    assert found["checkpoint"]["daly_seconds"] == pytest.approx(exact, rel=0.01)
+
+
+def test_simulate_takes_the_plans_own_prediction(plan_file: Path, tmp_path: Path) -> None:
+    """G x X of the headline's policy is what the plan itself predicts."""
+    plan = load_document(Plan, plan_file, "plan")
+    predicted = price(plan, device_costs(plan.cluster, plan.training))
+    path = tmp_path / "priced.json"
+    plan.with_results(predicted=predicted).save(path)
+    found = run_json("simulate", str(path), "--trials", "4", "--tokens", "1e12")
+    drop = found["policies"]["drop"]
+    assert drop["renewal_factor"] == pytest.approx(predicted.renewal_factor, rel=1e-9)
+    assert drop["degraded_factor"] == pytest.approx(predicted.degraded_factor, rel=1e-9)
+    head = found["headline"]
+    assert head["days_to_tokens"] * head["tokens_per_day"] == pytest.approx(1e12)
+    assert head["device_hours_to_tokens"] == pytest.approx(head["days_to_tokens"] * 1024 * 24)
+    assert found["headline"] == run_json("simulate", str(path), "--trials", "4", "--tokens", "1e12")["headline"]
+    other = run_json("simulate", str(path), "--trials", "4", "--tokens", "1e12", "--seed", "1")
+    assert found["headline"] != other["headline"]
+
+
+def test_simulate_prints_and_draws(plan_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "goodput.svg"
+    arguments = ["simulate", str(plan_file), "--policy", "all", "--trials", "4", "--plot", str(picture), "--keep-batch"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    for text in ("tokens per day", "Policies side by side", "Improve first", "Stragglers", "wasted_progress"):
+        assert text in result.output
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_simulate_refuses_repairs_that_cannot_keep_up(plan_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "failures.json"
+    default_failure_model().model_copy(update={"repair_slots": 1}).save(path)
+    result = CliRunner().invoke(app, ["simulate", str(plan_file), "--failures", str(path)])
+    assert isinstance(result.exception, BadInputError)
+    assert "queue would grow without end" in str(result.exception)
+
+
+def test_simulate_serves_two_cpus(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    machine = plans.cluster(2, per_node=2, kind="cpu")
+    predicted = Prediction(
+        step_time_seconds=0.5,
+        step_terms=StepTerms(forward=0.2, backward=0.3),
+        tokens_per_second=256.0,
+        peak_memory_bytes=10**8,
+        peak_memory_rank=0,
+        peak_memory_terms=MemoryTerms(weights=10**8),
+        stage_memory_bytes=(10**8,),
+        goodput_tokens_per_second=250.0,
+        renewal_factor=0.99,
+        degraded_factor=0.99,
+        checkpoint_interval_seconds=60.0,
+        estimated=False,
+    )
+    plans.plan(ranks=2, replicas=1, on=machine).with_results(predicted=predicted).save(path)
+    found = run_json("simulate", str(path), "--policy", "all", "--trials", "4")
+    assert 0.9 < found["waterfall"]["delivered"] <= 1.0
