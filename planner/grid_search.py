@@ -116,23 +116,21 @@ class GridSearch:
         """
         bound = 0.0
         while True:
-            worst = self._worst()
-            if not np.isfinite(worst):
+            below = self._below(incumbent.seconds * (1.0 - tolerance))
+            if not np.isfinite(below):
                 return np.inf
-            enough = incumbent.seconds * (1.0 - tolerance) - self.constant
-            found = self._partition(at_least=bound, below=min(enough, worst), accuracy=tolerance / 4.0)
+            found = self._partition(at_least=bound, below=below, accuracy=tolerance / 4.0)
             if found is None:
-                return max(bound, enough) + self.constant
+                return max(bound, below) + self.constant
             bound = found.bound
             if not self._offer(found.path, incumbent) or time.monotonic() > deadline:
                 return bound + self.constant
 
     def quick_bound(self, enough: float) -> float:
         """A bound of step seconds before any stage is solved exactly; only as good as needed to reach `enough`."""
-        worst = self._worst()
-        if not np.isfinite(worst):
+        below = self._below(enough)
+        if not np.isfinite(below):
             return np.inf
-        below = min(enough - self.constant, worst)
         found = self._partition(at_least=0.0, below=below, accuracy=np.inf)
         return 0.0 if found is not None else below + self.constant
 
@@ -166,8 +164,12 @@ class GridSearch:
             arrays = dict(zip(flights, rows, strict=True))
         return [own] + [arrays[self.grid.in_flight(stage)] for stage in range(1, self.grid.num_stages)]
 
-    def _worst(self) -> float:
-        """A makespan that some partition reaches; `inf` when there is none.  (Least sum, every stage m times.)"""
+    def _below(self, enough: float) -> float:
+        """The makespan below which a partition is of interest: what reaches `enough` step seconds; without such a
+        limit one that some partition reaches (least sum, every stage m times), `inf` when there is none.
+        """
+        if np.isfinite(enough):
+            return enough - self.constant
         contents = self.chain.contents
         reach = np.full(self.chain.num_positions, np.inf)
         reach[0] = 0.0

@@ -37,6 +37,8 @@ def climb(searcher: Searcher, incumbent: Incumbent, last: Freedom, *, deadline: 
     for freedom in FREEDOMS[: FREEDOMS.index(last) + 1]:
         outcome = searcher.search(freedom, incumbent, deadline=deadline)
         rungs.append(Rung(freedom, outcome.layout, outcome.seconds, outcome))
+        if freedom == "uniform" and last != "uniform" and incumbent.layout is not None:
+            searcher.discard(last, incumbent)
     return rungs
 
 

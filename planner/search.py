@@ -77,6 +77,7 @@ class Searcher:
                 max_ranks_per_stage=max_ranks_per_stage,
             )
         )
+        self._discarded: dict[Grid, tuple[str, float]] = {}
         self._fine: Chain | None = None
         self._even: dict[int, tuple[int, ...] | None] = {}
         self._quick: dict[tuple[int, int, bool], float] = {}
@@ -87,26 +88,61 @@ class Searcher:
         """The best layout of a freedom, starting from what the incumbent already has."""
         outcome = Outcome(None, float("inf"), float("inf"), complete=True)
         before = len(incumbent.priced)
-        ordered = sorted((self.quick_bound(grid), index) for index, grid in enumerate(self.grids))
-        for position, (quick, index) in enumerate(ordered):
+        if freedom == "uniform":
+            self._uniform(incumbent, outcome, deadline)
+        else:
+            self._best_first(freedom, incumbent, outcome, tolerance, deadline)
+        outcome.evaluated = len(incumbent.priced) - before
+        outcome.layout, outcome.seconds = incumbent.layout, incumbent.seconds
+        outcome.bound = min(outcome.bound, outcome.seconds)
+        return outcome
+
+    def discard(self, freedom: Freedom, incumbent: Incumbent, *, tolerance: float = TOLERANCE) -> None:
+        """Leave out of later searches the grid points that cannot beat the incumbent even under this freedom.
+
+        Only for searches of this freedom and of those below it.
+        """
+        enough = incumbent.seconds * (1.0 - tolerance)
+        for grid in [grid for grid in self.grids if self.quick_bound(grid) < enough]:
+            cause, bound = self._relaxed_bound(grid, freedom, enough)
+            if cause is not None:
+                self._discarded[grid] = (cause, bound)
+
+    def _best_first(
+        self, freedom: Freedom, incumbent: Incumbent, outcome: Outcome, tolerance: float, deadline: float
+    ) -> None:
+        for cause, bound in self._discarded.values():
+            outcome.pruned[cause] += 1
+            outcome.bound = min(outcome.bound, bound)
+        left = (grid for grid in self.grids if grid not in self._discarded)
+        ordered = sorted(((self.quick_bound(grid), grid) for grid in left), key=lambda pair: pair[0])
+        for position, (quick, grid) in enumerate(ordered):
             late = time.monotonic() > deadline
             if late or quick >= incumbent.seconds * (1.0 - tolerance):
                 outcome.complete = not late
                 outcome.pruned["time limit" if late else "seconds without memory"] += len(ordered) - position
                 outcome.bound = min(outcome.bound, quick)
                 break
-            grid = self.grids[index]
-            if freedom == "uniform":
-                bound = self._uniform(grid, incumbent, outcome)
+            why, bound = self._relaxed_bound(grid, freedom, incumbent.seconds * (1.0 - tolerance))
+            if why is not None:
+                outcome.pruned[why] += 1
             else:
-                bound = self._mixed(grid, freedom, incumbent, outcome, tolerance, deadline)
+                bound = self._search_variants(grid, freedom, incumbent, outcome, tolerance, deadline)
             outcome.bound = min(outcome.bound, bound)
-        outcome.evaluated = len(incumbent.priced) - before
-        outcome.layout, outcome.seconds = incumbent.layout, incumbent.seconds
-        outcome.bound = min(outcome.bound, outcome.seconds)
-        return outcome
 
-    def _mixed(
+    def _relaxed_bound(self, grid: Grid, freedom: Freedom, enough: float) -> tuple[str | None, float]:
+        """Why no variant of a grid point can be below `enough` (None: one may be), and the bound that says so."""
+        menus = self._menus(grid, freedom)
+        if not menus:
+            return "divisibility", float("inf")
+        if not self._may_fit(grid, menus):
+            return "memory", float("inf")
+        bound = self._grid_search(grid, freedom, menus, with_sync=False).quick_bound(enough)
+        if bound < enough:
+            return None, bound
+        return ("memory" if bound == float("inf") else "seconds within memory"), bound
+
+    def _search_variants(
         self,
         grid: Grid,
         freedom: Freedom,
@@ -115,19 +151,6 @@ class Searcher:
         tolerance: float,
         deadline: float,
     ) -> float:
-        """Bound of a grid point and its variants; these are searched when one bound for all of them does not do."""
-        menus = self._menus(grid, freedom)
-        if not menus:
-            outcome.pruned["divisibility"] += 1
-            return float("inf")
-        if not self._may_fit(grid, menus):
-            outcome.pruned["memory"] += 1
-            return float("inf")
-        enough = incumbent.seconds * (1.0 - tolerance)
-        bound = self._grid_search(grid, freedom, menus, with_sync=False).quick_bound(enough)
-        if bound >= enough:
-            outcome.pruned["memory" if bound == float("inf") else "seconds within memory"] += 1
-            return bound
         bound = float("inf")
         for variant in self._variants(grid):
             inner = self._grid_search(variant, freedom, self._menus(variant, freedom))
@@ -152,7 +175,8 @@ class Searcher:
 
     def _may_fit(self, grid: Grid, menus: Sequence[Menu]) -> bool:
         """False when even the smallest option of every module leaves the stages together too full."""
-        least = np.min([[(t.static + t.activation).min() for t in menu.tables] for menu in menus], axis=0)
+        held = min(grid.in_flight(stage) for stage in (0, grid.num_stages - 1))
+        least = np.min([[(t.static + held * t.activation).min() for t in menu.tables] for menu in menus], axis=0)
         return float(self.chain.totals @ least) <= grid.num_stages * (self.capacity - self.source.gathered_bytes(grid))
 
     def _menus(self, grid: Grid, freedom: Freedom) -> list[Menu]:
@@ -165,23 +189,32 @@ class Searcher:
         found = (self.source.menu(grid, restriction) for restriction in restrictions)
         return [menu for menu in found if menu is not None]
 
-    def _uniform(self, grid: Grid, incumbent: Incumbent, outcome: Outcome) -> float:
-        """Offer the even split of a grid point in every recompute mode and variant; return the least bound."""
-        boundaries = self._even_boundaries(grid.num_stages)
-        if boundaries is None:
-            outcome.pruned["more stages than layers"] += 1
-            return float("inf")
-        bound = float("inf")
-        for mode in _MODES:
-            for variant in self._variants(grid):
-                search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
-                if not search.fits:
-                    outcome.pruned["memory" if search.divides else "divisibility"] += 1
-                    break
-                lower = search.lower()
-                incumbent.offer(search.layout(), lower)
-                bound = min(bound, lower)
-        return bound
+    def _uniform(self, incumbent: Incumbent, outcome: Outcome, deadline: float) -> None:
+        """Bound the even split of every grid point in every recompute mode and variant, then price the best first."""
+        found: list[tuple[float, UniformSearch]] = []
+        for grid in self.grids:
+            boundaries = self._even_boundaries(grid.num_stages)
+            if boundaries is None:
+                outcome.pruned["more stages than layers"] += 1
+                continue
+            for mode in _MODES:
+                for variant in self._variants(grid):
+                    search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
+                    if not search.fits:
+                        outcome.pruned["memory" if search.divides else "divisibility"] += 1
+                        break  # the first variant needs least
+                    found.append((search.lower(), search))
+        found.sort(key=lambda pair: pair[0])
+        for position, (lower, search) in enumerate(found):
+            late = time.monotonic() > deadline and incumbent.layout is not None
+            if late or lower >= incumbent.seconds:
+                outcome.complete = not late
+                outcome.pruned["time limit" if late else "seconds"] += len(found) - position
+                break
+            incumbent.offer(search.layout(), lower)
+        outcome.bound = min((lower for lower, _ in found), default=float("inf"))
+        if outcome.complete:
+            outcome.bound = max(outcome.bound, incumbent.seconds)
 
     def quick_bound(self, grid: Grid) -> float:
         """Step seconds that no layout of a grid point beats, memory aside: all work, spread evenly over the stages."""

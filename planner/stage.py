@@ -69,6 +69,7 @@ class StageSolver:
         self.counts = counts
         self.capacity = capacity
         self.num_labels = 0
+        self._weights = counts.astype(np.float64)  # floats multiply fast
         self.weighted = [
             table.forward + table.backward + sync_weight * table.sync + update_weight * table.update for table in tables
         ]
@@ -92,10 +93,10 @@ class StageSolver:
                 for w, m in zip(self.weighted, memory, strict=True)
             ]
         )
-        values: Floats = np.tensordot(self.counts, duals, axes=(1, 0))
+        values: Floats = np.tensordot(self._weights, duals, axes=(1, 0))
         values -= (self.capacity - self._least_working)[:, None, None] * prices
         result: Floats = values.max(axis=2).T
-        least_memory = np.stack([m.min(axis=1) for m in memory]).T @ self.counts.T
+        least_memory = np.stack([m.min(axis=1) for m in memory]).T @ self._weights.T
         result[least_memory + self._least_working > self.capacity] = np.inf
         return result
 
