@@ -95,11 +95,6 @@ def test_a_model_that_fits_nowhere(tmp_path: Path) -> None:
     assert "no plan fits 79.1 GiB" in message
 
 
-def test_no_time_at_all(tmp_path: Path) -> None:
-    arguments = ("plan", "--model", "llama-3-70b", "--cluster", "h100x64", *PLAN, "--time-limit", "0")
-    assert "no plan was found within 0 s" in refusal(*arguments, cwd=tmp_path, code=4)
-
-
 def test_a_profile_of_another_machine(tmp_path: Path) -> None:
     profile = next(block.text for block in EXAMPLES if block.info == "json profile")
     (tmp_path / "profile.json").write_text(profile)
