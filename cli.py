@@ -308,13 +308,14 @@ def simulate(
     trials: Annotated[int, typer.Option(min=2, max=100_000, help="Histories to play.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Of the histories.")] = 0,
     profile: Annotated[Path | None, typer.Option(help="profile.json, for the spread between ranks.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Another plan: which one delivers more, and when.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it into this png, svg or pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Play days of failures: what the plan really delivers, under each policy, and what to improve first."""
     import json
 
-    from cost_models.simulation import simulate_plan
+    from cost_models.simulation import compare_plans, simulate_plan
     from reports.goodput import as_json as to_json
     from reports.goodput import render
 
@@ -330,16 +331,17 @@ def simulate(
         target=target,
         profile=profile,
     )
+    rivalry = compare_plans(plan, against, failures=failures) if against is not None else None
     if plot is not None:
         from reports.goodput_plot import draw
 
         draw(delivery, plot)
     if as_json:
-        typer.echo(json.dumps(to_json(delivery, tokens), indent=1))
+        typer.echo(json.dumps(to_json(delivery, tokens, rivalry), indent=1))
         return
     from rich.console import Console
 
-    Console(highlight=False).print(render(delivery, tokens))
+    Console(highlight=False).print(render(delivery, tokens, rivalry))
     if plot is not None:
         typer.echo(f"wrote {plot}")
 

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from cost_models.failures import default_failure_model
-from cost_models.goodput import factors_of
+from cost_models.goodput import checkpoint_bytes_per_rank, factors_of
 from specs.failures import FailureModel
+from specs.plan import Plan, Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,21 @@ class Candidate:
             failures=failures,
         )
         return self.tokens_per_second * found.factor
+
+
+def candidate_of(plan: Plan, predicted: Prediction) -> Candidate:
+    """A plan with its prediction as a candidate."""
+    node = max(group.devices_per_node for group in plan.cluster.nodes)
+    return Candidate(
+        tokens_per_second=predicted.tokens_per_second,
+        num_ranks=plan.world_size,
+        num_replicas=len(plan.replicas),
+        devices_per_node=node,
+        step_seconds=predicted.step_time_seconds,
+        state_bytes_per_rank=checkpoint_bytes_per_rank(plan),
+        ranks_per_group=max(stage.num_ranks for pipeline in plan.pipelines for stage in pipeline.stages),
+        spare_nodes=(len(plan.cluster.ranks()) - plan.world_size) // node,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cost_models.delivery import DAY_SECONDS, Delivery, PolicyResult
+from cost_models.simulation import Rivalry
 from reports.units import percent, rate, seconds
 from specs.runlog import Bucket
 
@@ -81,7 +82,7 @@ def headline(delivery: Delivery, tokens: float | None) -> dict[str, float]:
     return numbers
 
 
-def as_json(delivery: Delivery, tokens: float | None) -> dict[str, object]:
+def as_json(delivery: Delivery, tokens: float | None, rivalry: Rivalry | None = None) -> dict[str, object]:
     """Everything that `render` prints, as plain data.  Infinite values (never) are null."""
     times, case = delivery.times, delivery.case
     return {
@@ -117,7 +118,19 @@ def as_json(delivery: Delivery, tokens: float | None) -> dict[str, object]:
             "cull_gain": delivery.cull_gain,
         },
         "verdict": verdict(delivery),
+        "against": None if rivalry is None else _rivalry_json(rivalry),
         "notes": list(case.notes),
+    }
+
+
+def _rivalry_json(rivalry: Rivalry) -> dict[str, object]:
+    crossing = rivalry.crossing
+    return {
+        "plan": rivalry.second,
+        "goodput_tokens_per_second": rivalry.second_goodput,
+        "own_goodput_tokens_per_second": rivalry.first_goodput,
+        "break_even_days_between_failures": None if crossing is None else crossing.days_between_failures,
+        "sentence": rivalry.sentence(),
     }
 
 
@@ -143,7 +156,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def render(delivery: Delivery, tokens: float | None) -> RenderableType:
+def render(delivery: Delivery, tokens: float | None, rivalry: Rivalry | None = None) -> RenderableType:
     """Everything `plait simulate` prints."""
     parts: list[RenderableType] = [_headline(delivery, tokens), _waterfall(delivery)]
     if len(delivery.results) > 1:
@@ -151,6 +164,8 @@ def render(delivery: Delivery, tokens: float | None) -> RenderableType:
     said = verdict(delivery)
     if said is not None:
         parts += [Text(said), Text()]
+    if rivalry is not None:
+        parts += [Text(rivalry.sentence()), Text()]
     parts += [_checkpoints(delivery), _what_ifs(delivery), _stragglers(delivery)]
     notes = list(delivery.case.notes)
     if delivery.case.model.estimated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ from specs.plan import MemoryTerms, Plan, Prediction, StepTerms
 from specs.presets import cluster_preset, model_preset
 from specs.tensors import num_parameters
 from tests import plans
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def large(**changes: int | float) -> GoodputFactors:
@@ -241,6 +244,26 @@ def test_simulate_takes_the_plans_own_prediction(plan_file: Path, tmp_path: Path
     assert found["headline"] == run_json("simulate", str(path), "--trials", "4", "--tokens", "1e12")["headline"]
     other = run_json("simulate", str(path), "--trials", "4", "--tokens", "1e12", "--seed", "1")
     assert found["headline"] != other["headline"]
+
+
+def test_the_best_plan_need_not_be_the_fastest(tmp_path: Path) -> None:
+    """Llama-3-70B on 128 H100: four replicas are faster, eight deliver more; and the other way with few failures."""
+    choice = runpy.run_path(str(ROOT / "benchmarks" / "goodput_choice.py"))
+    fastest, best, crossing = choice["fastest_and_best"](choice["choices"]())
+    assert fastest.predicted.step_time_seconds < best.predicted.step_time_seconds
+    assert fastest.predicted.goodput_tokens_per_second < best.predicted.goodput_tokens_per_second
+    assert len(fastest.plan.replicas) < len(best.plan.replicas)
+    assert crossing.second_wins_above
+    assert choice["played"](fastest, 90.0, 60) < choice["played"](best, 90.0, 60)
+    paths = [tmp_path / "fast.json", tmp_path / "best.json"]
+    for path, one in zip(paths, (fastest, best), strict=True):
+        one.plan.with_results(predicted=one.predicted).save(path)
+    found = run_json("simulate", str(paths[0]), "--trials", "2", "--against", str(paths[1]))["against"]
+    assert found["goodput_tokens_per_second"] == pytest.approx(best.predicted.goodput_tokens_per_second)
+    assert found["break_even_days_between_failures"] == pytest.approx(crossing.days_between_failures, rel=1e-6)
+    assert "wins unless a device fails more often than once in" in found["sentence"]
+    alone = run_json("simulate", str(paths[0]), "--trials", "2", "--against", str(paths[0]))["against"]
+    assert "changes who is ahead" in alone["sentence"]
 
 
 def test_simulate_prints_and_draws(plan_file: Path, tmp_path: Path) -> None:
