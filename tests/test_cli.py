@@ -67,7 +67,7 @@ def test_help_is_quick_and_imports_no_torch(name: str) -> None:
     )
     assert result.returncode == 0, result.stderr
     # Under a second by itself; the machine may be busy with other tests.
-    assert time.perf_counter() - begin < 5.0
+    assert time.perf_counter() - begin < 10.0
 
 
 def test_version() -> None:
