@@ -105,7 +105,10 @@ def run_reference(model: ModelSpec, global_batch: int, seq_len: int, dtype: torc
 
 
 def largest_relative_error(pieces: list, whole: dict[str, torch.Tensor], *, complete: bool) -> dict[str, float]:
-    """By tensor: largest |piece - whole| over the tensor's largest magnitude (or 1e-4 of all).  `complete`: every element once."""
+    """By tensor: largest |piece - whole| over the tensor's largest magnitude, or 1e-4 of the largest of all.
+
+    `complete`: the pieces must hold every element exactly once, else at least once.
+    """
     errors: dict[str, float] = {}
     # Some gradients vanish analytically (a key bias without rotary embedding): rounding is all there is to compare.
     floor = 1e-4 * max(float(values.abs().max()) for values in whole.values())

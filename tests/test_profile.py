@@ -50,8 +50,9 @@ def test_operations_and_bytes(measured: Profile) -> None:
         units = Interval(0, num_units(timing.module) // timing.degree)
         share = Share(timing.degree, timing.block_tokens // timing.degree, timing.block_tokens, units)
         kept = activation_bytes(timing.module, share, "fp32")
-        # The embedding keeps token ids, a view of the whole micro-batch's.
-        slack = 8 * timing.block_tokens if timing.module.kind == "embedding" else 0
+        # What the formula leaves out, large beside so small a model: the rotary table, norm statistics, and for the
+        # embedding the token ids of the whole micro-batch, of which a block's are a view.
+        slack = 4 * 32 * 16 + 8 * timing.block_tokens
         assert timing.activation_bytes == pytest.approx(kept, rel=0.05, abs=slack)
 
 
