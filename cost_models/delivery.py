@@ -16,6 +16,7 @@ from cost_models.policies import Geometry, Policy, level_shares, slowdowns
 from cost_models.reduced import StageWork, stage_work
 from cost_models.renewal import daly_interval, exact_interval, young_interval
 from cost_models.stragglers import Stragglers, best_culling, stragglers
+from cost_models.two_tier import TwoTier, TwoTierOptimum, best_two_tier
 from specs.errors import BadInputError
 from specs.failures import FailureModel
 from specs.plan import Plan, Prediction
@@ -95,6 +96,7 @@ class Delivery:
     spares: int
     sensitivity: tuple[Change, ...]
     improvements: tuple[Change, ...]
+    two_tiers: TwoTierOptimum | None
     stragglers: Stragglers
     cull_nodes: int
     cull_gain: float
@@ -195,6 +197,7 @@ def deliver(
         improvements=tuple(
             sorted(_changes(case, best, IMPROVEMENTS | _spare_edits(case)), key=lambda change: -change.gain)
         ),
+        two_tiers=two_tiers(case, times),
         stragglers=stragglers(
             case.model.slow,
             num_ranks=case.geometry.num_ranks,
@@ -204,6 +207,31 @@ def deliver(
         cull_nodes=culled,
         cull_gain=gain,
     )
+
+
+def two_tiers(case: Case, times: Times) -> TwoTierOptimum | None:
+    """What copies in the memory of other hosts would give; None without failures.
+
+    A copy costs the same stall and is complete when the network has carried it; storage saves are made from it, so
+    they stall nothing more.
+    """
+    rate = times.rate_per_second
+    if rate == 0.0:
+        return None
+    classes = case.model.classes
+    survives = sum(r * item.memory_copy_survives for r, item in zip(times.rates_per_second, classes, strict=True))
+    copying = case.state_bytes_per_rank / case.model.checkpointing.memory_copy_bytes_per_second
+    tiers = TwoTier(
+        rate_per_second=rate,
+        memory_survives=survives / rate,
+        memory_stall=times.stall,
+        memory_lag=copying,
+        storage_stall=0.0,
+        storage_lag=times.lag,
+        restart_memory=times.mean_downtime - times.load + copying,
+        restart_storage=times.mean_downtime,
+    )
+    return best_two_tier(tiers, shortest_seconds=case.step_seconds, most_segments=64)
 
 
 def goodput_share(case: Case, policy: Policy) -> float:

@@ -107,14 +107,25 @@ def two_tier_factor(case: TwoTier, work_seconds: float, segments: int) -> float:
     return segments * work_seconds / (at_drain[0] + at_drain[1] * restart)
 
 
-def best_two_tier(case: TwoTier, *, most_segments: int = 256) -> TwoTierOptimum:
-    """Best segment and number of segments: golden section in log(work) for each n, n doubled then refined."""
+def best_two_tier(case: TwoTier, *, shortest_seconds: float = 0.0, most_segments: int = 256) -> TwoTierOptimum:
+    """Best work per segment (at least `shortest_seconds`) and number of segments per storage save.
+
+    No save of a tier begins before the last one is complete.  Golden section in log(work) for n = 1, 2, 4, ..., then
+    from the best of these to ever better neighbours.
+    """
 
     def best_work(segments: int) -> TwoTierOptimum:
-        guess = max(exact_interval(case.rate_per_second, case.memory_stall + case.storage_stall / segments), 1.0)
-        low, high = math.log(guess) - 3.0, math.log(guess) + 3.0
+        stall = case.memory_stall + case.storage_stall / segments
+        floor = max(
+            shortest_seconds,
+            case.memory_lag - case.memory_stall,
+            case.storage_lag / segments - case.memory_stall,
+            1e-3,
+        )
+        guess = max(exact_interval(case.rate_per_second, stall), floor)
+        low, high = max(math.log(guess) - 3.0, math.log(floor)), math.log(guess) + 3.0
         ratio = (math.sqrt(5.0) - 1.0) / 2.0
-        for _ in range(40):
+        for _ in range(30):
             left, right = high - ratio * (high - low), low + ratio * (high - low)
             if two_tier_factor(case, math.exp(left), segments) < two_tier_factor(case, math.exp(right), segments):
                 low = left
@@ -125,7 +136,12 @@ def best_two_tier(case: TwoTier, *, most_segments: int = 256) -> TwoTierOptimum:
 
     tried = {n: best_work(n) for n in (2**power for power in range(most_segments.bit_length()))}
     centre = max(tried, key=lambda n: tried[n].factor)
-    for n in range(centre // 2 + 1, min(2 * centre, most_segments)):
-        if n not in tried and centre <= 16:
-            tried[n] = best_work(n)
-    return max(tried.values(), key=lambda item: item.factor)
+    step = max(centre // 4, 1)
+    while step:
+        for n in (centre - step, centre + step):
+            if 1 <= n <= most_segments and n not in tried:
+                tried[n] = best_work(n)
+        best = max(tried, key=lambda n: tried[n].factor)
+        step = step if best != centre else step // 2
+        centre = best
+    return tried[centre]

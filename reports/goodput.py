@@ -104,6 +104,13 @@ def as_json(delivery: Delivery, tokens: float | None, rivalry: Rivalry | None = 
             "stall_seconds": times.stall,
             "lag_seconds": times.lag,
             "load_seconds": times.load,
+            "two_tiers": None
+            if delivery.two_tiers is None
+            else {
+                "work_seconds": delivery.two_tiers.work_seconds,
+                "segments": delivery.two_tiers.segments,
+                "renewal_factor": delivery.two_tiers.factor,
+            },
         },
         "failures_per_day": times.rate_per_second * DAY_SECONDS,
         "restart_seconds": times.mean_downtime,
@@ -268,7 +275,15 @@ def _checkpoints(delivery: Delivery) -> RenderableType:
             )
         ),
     )
-    return Group(table, Text())
+    parts: list[RenderableType] = [table]
+    tiers = delivery.two_tiers
+    if tiers is not None:
+        alone = times.renewal()
+        often = "each" if tiers.segments == 1 else f"one in {tiers.segments}"
+        gain = f"{100 * (tiers.factor / alone - 1):+.2f} %"
+        line = f"With copies in other hosts' memory every {seconds(tiers.work_seconds)}, {often} also to storage:"
+        parts.append(Text(f"{line} G {tiers.factor:.4f}, not {alone:.4f} ({gain})."))
+    return Group(*parts, Text())
 
 
 def _what_ifs(delivery: Delivery) -> RenderableType:
