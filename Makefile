@@ -1,7 +1,9 @@
 # Everything that is made stays in this folder: .venv, caches, .tmp, runs/.  (pip keeps its own download cache.)
-#   make PYTHON=python3.12 ...   uses another interpreter (3.10 to 3.13)
+#   make install PYTHON=python3.12    another interpreter (3.10 to 3.13)
+#   make install PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"    smaller, where there is no GPU
 
 PYTHON ?= python3
+PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -25,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	    { echo "python cannot create virtual environments. On Debian or Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
 	@echo "installing Plait and its dependencies (PyTorch is large: minutes on a slow line)"
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[test,dev]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[test,dev]' -c constraints.txt $(PIP_ARGS)
 	@touch $@
 
 demo: $(STAMP)  ## profile, plan, train and compare on this machine (minutes)
