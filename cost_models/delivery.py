@@ -55,7 +55,11 @@ class Case:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """One policy: closed form and Monte Carlo.  `spares_needed` for the target X, None: more than were tried."""
+    """One policy: closed form and Monte Carlo.
+
+    `spares_needed` for the target X, None: more than were tried.  `share_with_one_lost`: the part of its work that a
+    replica still does when one group lacks one device.
+    """
 
     policy: Policy
     rejoin: Rejoin
@@ -63,6 +67,7 @@ class PolicyResult:
     degraded: Estimate
     outcome: Outcome
     spares_needed: int | None
+    share_with_one_lost: float
 
     @property
     def share(self) -> float:
@@ -174,8 +179,10 @@ def deliver(
     ]
     outcomes = simulate(jobs, case.model, times, seconds=days * DAY_SECONDS, trials=trials, seed=seed)
     results = tuple(
-        PolicyResult(policy, rejoin, renewal, degraded, outcome, _spares_for(case, times, policy, rejoin, target))
-        for (policy, renewal, degraded, rejoin), outcome in zip(priced, outcomes, strict=True)
+        PolicyResult(
+            policy, rejoin, renewal, degraded, outcome, _spares_for(case, times, policy, rejoin, target), job.shares[-2]
+        )
+        for (policy, renewal, degraded, rejoin), outcome, job in zip(priced, outcomes, jobs, strict=True)
     )
     best = next(result for result in results if result.policy.name == chosen)
     rate = times.rate_per_second

@@ -56,9 +56,13 @@ def verdict(delivery: Delivery) -> str | None:
     best = max(gains, key=lambda name: gains[name])
     size = delivery.case.geometry.domain_size
     told = ", ".join(f"{name} {percent(gain, signed=True)}" for name, gain in gains.items())
+    still = found["ntp"].share_with_one_lost
+    does = f"a replica that lost one device does {percent(still)} of its work"
+    if still == 0.0:
+        does = "a replica that lost one device does not fit in memory"
     if gains[best] < SMALL_GAIN:
-        return f"In domains of {size}, nonuniform TP gains under 1 % over packed drop ({told}): not worth it here."
-    return f"In domains of {size}, nonuniform TP gains over packed drop: {told}."
+        return f"In domains of {size}, nonuniform TP gains under 1 % over packed drop ({told}; {does}): not worth it."
+    return f"In domains of {size}, nonuniform TP gains over packed drop: {told}; {does}."
 
 
 def headline(delivery: Delivery, tokens: float | None) -> dict[str, float]:
@@ -156,6 +160,7 @@ def _policy_json(result: PolicyResult) -> dict[str, object]:
         "rejoin": result.rejoin,
         "spare_domains": result.policy.spare_domains,
         "spares_needed": result.spares_needed,
+        "share_with_one_lost": result.share_with_one_lost,
     }
 
 
