@@ -145,19 +145,26 @@ class MeasuredCosts:
     def collective(
         self, op: CollectiveOp, *, num_ranks: int, payload_bytes: int, level: LinkLevel, ranks_per_domain: int = 1
     ) -> float:
-        """Interpolated log-log in bytes for exactly this operation, group size and level."""
+        """Interpolated log-log in bytes for this operation and level, and linearly between measured group sizes."""
         del ranks_per_domain  # the measured group had the cluster's own placement
         if num_ranks <= 1 or payload_bytes <= 0:
             return 0.0
-        points = self._collectives.get((op, num_ranks, level))
-        if points is None:
-            measured = sorted({n for o, n, lv in self._collectives if o == op and lv == level})
+        measured = sorted(n for o, n, at in self._collectives if o == op and at == level)
+        if op == "point_to_point" and measured:
+            num_ranks = measured[0]  # every group size was measured by sends between two neighbours
+        low = max((n for n in measured if n <= num_ranks), default=0)
+        high = min((n for n in measured if n >= num_ranks), default=0)
+        if not low or not high:
             raise BadInputError(
                 f"the profile has no {op} over {num_ranks} ranks at level {level} (it has group sizes {measured}). "
                 f"Run plait profile on at least {num_ranks} ranks."
             )
-        sizes, seconds = zip(*points, strict=True)
-        return log_log(sizes, seconds, payload_bytes)
+        ends = []
+        for size in (low, high):
+            payloads, seconds = zip(*self._collectives[op, size, level], strict=True)
+            ends.append(log_log(payloads, seconds, payload_bytes))
+        part = (num_ranks - low) / (high - low) if high > low else 0.0
+        return ends[0] * (1.0 - part) + ends[1] * part
 
     def optimizer(self, num_elements: int) -> float:
         """Interpolated log-log in elements; below the smallest measured its time, above in proportion."""
