@@ -1,0 +1,160 @@
+"""The main job from end to end on this machine: profile, plan, train, compare.  `make demo` runs it.
+
+Two processes stand for two GPUs whose memory is capped so low that plain data parallelism does not fit.  The best
+uniform plan is one way out; the plan that chooses each module's degree is another.  Both are trained, in turns, and
+both are compared with what was predicted.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from reports.units import percent, seconds
+from specs.base import load_document
+from specs.errors import PlaitError
+from specs.plan import Plan
+from specs.runlog import EvaluationRecord, StepRecord, read_log
+
+OUT = Path("runs/demo")
+MODEL = "demo"
+NUM_RANKS = 2
+GLOBAL_BATCH, SEQ_LEN = 4, 512
+MEMORY_CAP = "76MiB"
+TRAIN_STEPS = 120
+# Turns of both plans, a few steps each, so that a slow spell of the machine hits both.
+NUM_TURNS, TURN_STEPS = 2, 15
+
+
+def plait(*arguments: object) -> str:
+    """Run a command as a user would, shown first; its standard output."""
+    words = [str(argument) for argument in arguments]
+    print(f"\n$ plait {shlex.join(words)}", flush=True)
+    done = subprocess.run([sys.executable, "-m", "cli", *words], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
+def show(text: str) -> None:
+    """Print what a command said."""
+    print(text, end="", flush=True)
+
+
+def make_plans(profile: Path) -> dict[str, Path]:
+    """The best uniform plan, and the best plan with every freedom."""
+    job = ("--model", MODEL, "--profile", profile, "--global-batch", GLOBAL_BATCH, "--seq-len", SEQ_LEN)
+    plans = {"best uniform": OUT / "uniform.json", "chosen": OUT / "plan.json"}
+    plait("plan", *job, "--memory-cap", MEMORY_CAP, "--freedom", "uniform", "-o", plans["best uniform"])
+    show(plait("plan", *job, "--memory-cap", MEMORY_CAP, "-o", plans["chosen"]))
+    return plans
+
+
+def take_turns(plans: dict[str, Path]) -> dict[str, list[Path]]:
+    """Train every plan for a few steps, again and again in turn; run folders by plan."""
+    runs: dict[str, list[Path]] = {name: [] for name in plans}
+    for turn in range(1, NUM_TURNS + 1):
+        for name, path in plans.items():
+            run = OUT / f"turn-{turn}-{path.stem}"
+            plait("train", path, "--out", run, "--steps", TURN_STEPS)
+            runs[name].append(run)
+    return runs
+
+
+def step_seconds(runs: list[Path]) -> Iterator[float]:
+    """Step times after warm-up."""
+    for run in runs:
+        for record in read_log(run / "log.jsonl"):
+            if isinstance(record, StepRecord) and not record.warm_up:
+                yield record.seconds
+
+
+def summary(plans: dict[str, Path], runs: dict[str, list[Path]]) -> Table:
+    """Predicted beside measured, and what the chosen plan's freedom buys."""
+    table = Table(title="Predicted and measured", title_justify="left", title_style="bold", box=None)
+    for column in ("plan", "step predicted", "measured", "10 % .. 90 %", "error", "peak memory", "measured "):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    gains = []
+    medians = {}
+    for name, path in plans.items():
+        predicted = load_document(Plan, path, "plan").predicted
+        assert predicted is not None
+        measured = sorted(step_seconds(runs[name]))
+        tenths = statistics.quantiles(measured, n=10, method="inclusive")
+        medians[name] = statistics.median(measured)
+        compared = json.loads(
+            subprocess.run(
+                [sys.executable, "-m", "cli", "compare", str(runs[name][-1]), "--json"],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        memory = compared["memory_bytes"]["peak"]
+        table.add_row(
+            name,
+            seconds(predicted.step_time_seconds),
+            seconds(medians[name]),
+            f"{seconds(tenths[0])} .. {seconds(tenths[-1])}",
+            percent(predicted.step_time_seconds / medians[name] - 1, signed=True),
+            f"{memory['predicted'] / 2**20:.1f} MiB",
+            f"{memory['measured'] / 2**20:.1f} MiB",
+        )
+        gains.append(predicted.step_time_seconds)
+    table.add_row(
+        "gain",
+        percent(1 - gains[1] / gains[0]),
+        percent(1 - medians["chosen"] / medians["best uniform"]),
+    )
+    return table
+
+
+def main() -> None:
+    """Everything, into runs/demo; what an earlier demo left there is replaced."""
+    begin = time.monotonic()
+    shutil.rmtree(OUT, ignore_errors=True)
+    profile = OUT / "profile.json"
+    sizes = ("--seq-len", SEQ_LEN, "--block-sequences", "1,2,4", "--steps", 6, "--rounds", 2)
+    plait("profile", "--model", MODEL, "--nproc", NUM_RANKS, *sizes, "-o", profile)
+    plans = make_plans(profile)
+    runs = take_turns(plans)
+    run = OUT / "run"
+    plait("train", plans["chosen"], "--out", run, "--steps", TRAIN_STEPS)
+    show(plait("compare", run, "--plot", OUT / "compare.png"))
+    held_out = [record for record in read_log(run / "log.jsonl") if isinstance(record, EvaluationRecord)][-1]
+    first = next(record for record in read_log(run / "log.jsonl") if isinstance(record, StepRecord))
+
+    console = Console(highlight=False)
+    console.print()
+    console.print(summary(plans, runs))
+    console.print(
+        f"\nloss {first.loss:.2f} at the start, {held_out.loss:.2f} on held-out text after {held_out.step} steps"
+        f" (bytes of the Python standard library; the whole demo took {time.monotonic() - begin:.0f} s)"
+    )
+    for path, what in (
+        (profile, "what this machine does"),
+        (plans["chosen"], "the plan, with its ladder and certificate"),
+        (run, "log, checkpoints, options"),
+        (OUT / "compare.png", "predicted and measured, as a picture"),
+    ):
+        console.print(f"  {path!s:<28} {what}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PlaitError as error:
+        print(f"plait: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
