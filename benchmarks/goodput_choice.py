@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_models.break_even import BreakEven, break_even, candidate_of
-from cost_models.delivery import case_of, deliver
+from cost_models.case import case_of
+from cost_models.delivery import deliver
 from cost_models.failures import default_failure_model
 from cost_models.policies import standard_policies
 from cost_models.sources import device_costs

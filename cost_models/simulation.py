@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cost_models.break_even import BreakEven, break_even, candidate_of
-from cost_models.delivery import Delivery, case_of, deliver
+from cost_models.case import case_of
+from cost_models.delivery import Delivery, deliver
 from cost_models.failures import load_failure_model
 from cost_models.policies import standard_policies
 from cost_models.sources import device_costs

@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cost_models.delivery import DAY_SECONDS, Delivery, PolicyResult
+from cost_models.case import DAY_SECONDS
+from cost_models.delivery import Delivery, PolicyResult
 from cost_models.simulation import Rivalry
 from reports.units import percent, rate, seconds
 from specs.runlog import Bucket
