@@ -278,6 +278,36 @@ def test_simulate_prints_and_draws(plan_file: Path, tmp_path: Path) -> None:
     assert picture.read_text().startswith("<?xml")
 
 
+def test_simulate_says_that_nodes_of_eight_gain_little(tmp_path: Path) -> None:
+    """16,384 GPUs at the published rates."""
+    path = tmp_path / "plan.json"
+    plans.plan(
+        stages=4,
+        ranks=8,
+        replicas=512,
+        micro_batches=16,
+        seq_len=8192,
+        model=model_preset("llama-3-70b"),
+        on=cluster_preset("h100x16384"),
+    ).save(path)
+    found = run_json("simulate", str(path), "--policy", "all", "--trials", "2")
+    drop, ntp = found["policies"]["drop"]["closed_form"], found["policies"]["ntp"]["closed_form"]
+    assert 1.0 < ntp / drop < 1.01
+    assert "nonuniform TP gains under 1 % over packed drop" in found["verdict"]
+
+
+def test_simulate_without_any_failure(plan_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "failures.json"
+    default_failure_model().model_copy(update={"classes": ()}).save(path)
+    found = run_json("simulate", str(plan_file), "--policy", "all", "--trials", "2", "--failures", str(path))
+    assert found["waterfall"]["delivered"] == pytest.approx(1.0, abs=1e-3)
+    assert found["failures_per_day"] == 0.0
+    assert found["checkpoint"]["exact_seconds"] is None
+    result = CliRunner().invoke(app, ["simulate", str(plan_file), "--trials", "2", "--failures", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "never" in result.output
+
+
 def test_simulate_refuses_repairs_that_cannot_keep_up(plan_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "failures.json"
     default_failure_model().model_copy(update={"repair_slots": 1}).save(path)
