@@ -16,7 +16,7 @@ from cost_models.policies import Policy, level_shares, slowdowns
 from cost_models.renewal import daly_interval, exact_interval, young_interval
 from cost_models.stragglers import Stragglers, best_culling, stragglers
 from cost_models.two_tier import TwoTier, TwoTierOptimum, best_two_tier
-from cost_models.what_if import IMPROVEMENTS, SENSITIVITY, Change, changes, spare_edits
+from cost_models.what_if import IMPROVEMENTS, SENSITIVITY, Change, changes, interval_edits, spare_edits
 from specs.errors import BadInputError
 
 
@@ -120,7 +120,7 @@ def deliver(
         results=results,
         chosen=best,
         spares=spares,
-        sensitivity=changes(case, best.policy, SENSITIVITY),
+        sensitivity=changes(case, best.policy, SENSITIVITY | interval_edits(case)),
         improvements=tuple(sorted(improvements, key=lambda change: -change.gain)),
         two_tiers=two_tiers(case, times),
         stragglers=stragglers(

@@ -83,3 +83,23 @@ def spare_edits(case: Case) -> dict[str, Edit]:
         f"{number} spare domain{'s' * (number > 1)} more (+{number / domains:.1%})": _spares(number)
         for number in numbers
     }
+
+
+def interval_edits(case: Case) -> dict[str, Edit]:
+    """All rates at the ends of their 95 % intervals; nothing for a model that has no intervals."""
+    if all(item.rate_interval is None for item in case.model.classes):
+        return {}
+
+    def at(end: int) -> Edit:
+        def edit(case: Case, policy: Policy) -> tuple[Case, Policy]:
+            classes = tuple(
+                item
+                if item.rate_interval is None
+                else item.model_copy(update={"failures_per_device_day": item.rate_interval[end]})
+                for item in case.model.classes
+            )
+            return replace(case, model=case.model.model_copy(update={"classes": classes})), policy
+
+        return edit
+
+    return {"rates at low ends": at(0), "rates at high ends": at(1)}

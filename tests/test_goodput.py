@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from cli import app
 from cost_models.break_even import Candidate, break_even
+from cost_models.failure_fit import fit, read_incidents
 from cost_models.failures import default_failure_model
 from cost_models.goodput import GoodputFactors, checkpoint_bytes_per_rank, factors, factors_of
 from cost_models.sources import device_costs
@@ -306,6 +307,17 @@ def test_simulate_without_any_failure(plan_file: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["simulate", str(plan_file), "--trials", "2", "--failures", str(path)])
     assert result.exit_code == 0, result.output
     assert "never" in result.output
+
+
+def test_simulate_carries_the_intervals_of_fitted_rates(plan_file: Path, tmp_path: Path) -> None:
+    incidents = tmp_path / "incidents.csv"
+    incidents.write_text("class\n" + "gpu\n" * 9)
+    path = tmp_path / "failures.json"
+    model = fit(read_incidents(incidents), default_failure_model(), num_devices=1024, days=30.0, source="ours")
+    model.save(path)
+    found = run_json("simulate", str(plan_file), "--trials", "2", "--failures", str(path))["sensitivity"]
+    assert found["rates at high ends"] < 0 < found["rates at low ends"]
+    assert "rates at low ends" not in run_json("simulate", str(plan_file), "--trials", "2")["sensitivity"]
 
 
 def test_simulate_refuses_repairs_that_cannot_keep_up(plan_file: Path, tmp_path: Path) -> None:
