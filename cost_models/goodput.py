@@ -30,6 +30,9 @@ from specs.tensors import num_parameters
 # fp32 master weights and two AdamW moments; bf16 weights are made from the master weights on loading.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 
+# Hopeless plans keep a positive goodput, so that they can be ranked; sums in Fourier space resolve no less.
+LEAST_FACTOR = 1e-15
+
 # When a repaired device comes back: at once by a planned restart, or with the restart after the next failure.
 Rejoin = Literal["at-once", "next-restart"]
 
@@ -38,7 +41,7 @@ Rejoin = Literal["at-once", "next-restart"]
 class GoodputFactors:
     """What failures leave of a plan's speed, and from what that follows.  Times in seconds.
 
-    `renewal_factor` G and `degraded_factor` X are in [0, 1].  `restart_seconds` is the mean over failure classes of
+    `renewal_factor` G and `degraded_factor` X are in (0, 1].  `restart_seconds` is the mean over failure classes of
     detection + restart + load.  `rejoin` is the better of the two ways to take repaired devices back.
     """
 
@@ -189,8 +192,8 @@ def factors_of(
         model, times, geometry, lambda out: exact_factor(policy, geometry, shares, out)
     )
     return GoodputFactors(
-        renewal_factor=renewal,
-        degraded_factor=degraded,
+        renewal_factor=max(renewal, LEAST_FACTOR),
+        degraded_factor=max(degraded, LEAST_FACTOR),
         checkpoint_interval_seconds=times.interval,
         failures_per_second=times.rate_per_second,
         stall_seconds=times.stall,

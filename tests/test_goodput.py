@@ -110,6 +110,12 @@ def test_factors_are_shares_and_smaller_replicas_help(
     assert more.factor >= found.factor * (1 - 1e-12)
 
 
+def test_hopeless_plans_still_have_a_positive_goodput() -> None:
+    """One replica of 65,536 GPUs, and a checkpoint of a terabyte per rank every day."""
+    assert 0.0 < large(num_ranks=65536, num_replicas=1).degraded_factor < 1e-12
+    assert 0.0 < large(num_ranks=65536, step_seconds=1e5, state_bytes_per_rank=10**12).renewal_factor < 1e-12
+
+
 def test_no_failures_leave_only_the_stall() -> None:
     quiet = default_failure_model().scaled(0.0)
     found = factors_of(
