@@ -11,7 +11,7 @@ from cost_models.policies import Policy
 
 @dataclass(frozen=True)
 class Change:
-    """A what-if and the goodput it gives, as a fraction gained over the present (closed form)."""
+    """A what-if and the goodput it gains, as a share of the ideal (closed form)."""
 
     name: str
     gain: float
@@ -72,7 +72,7 @@ IMPROVEMENTS: dict[str, Edit] = {
 def changes(case: Case, policy: Policy, edits: dict[str, Edit]) -> tuple[Change, ...]:
     """What each edit alone would gain."""
     before = goodput_share(case, policy)
-    return tuple(Change(name, goodput_share(*edit(case, policy)) / before - 1.0) for name, edit in edits.items())
+    return tuple(Change(name, goodput_share(*edit(case, policy)) - before) for name, edit in edits.items())
 
 
 def spare_edits(case: Case) -> dict[str, Edit]:

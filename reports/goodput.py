@@ -293,14 +293,14 @@ def _checkpoints(delivery: Delivery) -> RenderableType:
 
 
 def _what_ifs(delivery: Delivery) -> RenderableType:
-    table = _table("Improve first", "", "goodput", "", "If")
+    table = _table("Improve first (points of the ideal)", "", "gain", "", "If")
     table.columns[3].justify = "left"
-    table.add_column("goodput", justify="right", header_style="dim")
+    table.add_column("gain", justify="right", header_style="dim")
     for index in range(max(len(delivery.improvements), len(delivery.sensitivity))):
         row: list[str] = []
         for changes in (delivery.improvements, delivery.sensitivity):
             if index < len(changes):
-                row += [changes[index].name, f"{changes[index].gain * 100:+.2f} %", ""]
+                row += [changes[index].name, f"{changes[index].gain * 100:+.2f}", ""]
             else:
                 row += ["", "", ""]
         table.add_row(*row[:5])
