@@ -292,7 +292,11 @@ def simulate(
             "composed-boost",
             "all",
         ],
-        typer.Option(help="What happens to a replica that lost a device; [bold]all[/bold] compares them."),
+        typer.Option(
+            metavar="<policy>",
+            help="For a replica that lost a device: drop, drop-in-place, wait, resplit, ntp, composed, ntp-boost, "
+            "composed-boost; [bold]all[/bold] compares them.",
+        ),
     ] = "drop",
     spares: Annotated[
         int | None, typer.Option(min=0, max=100_000, help="Spare nodes (default: those the plan leaves unused).")
