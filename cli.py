@@ -19,14 +19,27 @@ if os.path.basename(sys.argv[0]) == "plait":
     signal.signal(signal.SIGINT, _quit)
 
 import typer  # noqa: E402
+import typer.core  # noqa: E402
 
 from specs.errors import PlaitError  # noqa: E402
 
 # A wrong option or argument.  The public name for it is that of its subclass.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
+MAIN_JOB = ("profile", "plan", "train", "compare")
+
+
+class _MainJobFirst(typer.core.TyperGroup):
+    """Help lists the main job in its order, then the others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return [*(name for name in MAIN_JOB if name in names), *(name for name in names if name not in MAIN_JOB)]
+
+
 app = typer.Typer(
     name="plait",
+    cls=_MainJobFirst,
     help="Plan, run and keep running the parallel layout that delivers the most goodput on your cluster.",
     no_args_is_help=True,
     add_completion=False,
@@ -237,6 +250,9 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps in all (100).")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; without one, bytes are tokens.")] = None,
+    initial_weights: Annotated[
+        Path | None, typer.Option("--from", help="Hugging Face folder to start from; its tokenizer is the default.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of weights and sample order (0).")] = None,
     learning_rate: Annotated[
         float | None, typer.Option(min=1e-9, max=1e3, help="Peak rate, reached after warm-up (3e-3).")
@@ -264,6 +280,7 @@ def train(
         "data": data,
         "num_steps": steps,
         "tokenizer": tokenizer,
+        "initial_weights": initial_weights,
         "seed": seed,
         "learning_rate": learning_rate,
         "warmup_steps": warmup_steps,
@@ -274,6 +291,20 @@ def train(
         "backend": backend,
     }
     start_run(plan, out, given, resume=resume)
+
+
+@app.command(name="export-weights")
+def export_weights(
+    run: Annotated[Path, typer.Argument(help="Run folder that `plait train --out` made.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write config.json and safetensors into.")],
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: the plan's precision.")
+    ] = None,
+) -> None:
+    """Write a run's newest sound weights as a Hugging Face folder that transformers loads."""
+    from executor.huggingface_export import export_run
+
+    typer.echo(export_run(run, out, dtype))
 
 
 @app.command()
