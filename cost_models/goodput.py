@@ -91,12 +91,12 @@ class Times:
             return 0.0
         return sum(r * d for r, d in zip(self.rates_per_second, self.downtimes, strict=True)) / rate
 
-    def renewal(self, *, rejoins_per_second: float = 0.0, interval: float | None = None) -> float:
-        """G with the best interval or a given one."""
+    def renewal(self, *, rejoins_per_second: float = 0.0) -> float:
+        """G with the best interval."""
         return renewal_factor_with_rejoins(
             rate_per_second=self.rate_per_second,
             rejoins_per_second=rejoins_per_second,
-            work_seconds=interval if interval is not None else self.interval,
+            work_seconds=self.interval,
             stall_seconds=self.stall,
             lag_seconds=self.lag,
             restart_laplace=restart_laplace(self.rates_per_second, self.downtimes),

@@ -318,4 +318,5 @@ def _stragglers(delivery: Delivery) -> RenderableType:
         text += f"; slow nodes {percent(slow.persistent - 1.0)}"
         if delivery.cull_nodes:
             text += f", taking out the {delivery.cull_nodes} slowest gains {percent(delivery.cull_gain)}"
+    text += f". Together {percent(slow.total(culled=delivery.cull_nodes > 0) - 1.0)}"
     return Group(Text(text + "."), Text())
