@@ -99,6 +99,18 @@ def test_commands_exist(page: Path) -> None:
     assert used <= known
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_exist(page: Path) -> None:
+    commands = typer.main.get_command(cli.app).commands
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"plait ([a-z-]+ [^`\n]*)", text):
+        name, *words = line.split()
+        if name in commands:
+            known = {option for parameter in commands[name].params for option in parameter.opts} | {"--help"}
+            used = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+            assert used <= known, line
+
+
 def test_exit_codes_are_documented() -> None:
     from specs.errors import PlaitError
 
