@@ -318,5 +318,6 @@ def _stragglers(delivery: Delivery) -> RenderableType:
         text += f"; slow nodes {percent(slow.persistent - 1.0)}"
         if delivery.cull_nodes:
             text += f", taking out the {delivery.cull_nodes} slowest gains {percent(delivery.cull_gain)}"
-    text += f". Together {percent(slow.total(culled=delivery.cull_nodes > 0) - 1.0)}"
+    together = percent(slow.total(culled=delivery.cull_nodes > 0) - 1.0)
+    text += f". With those out, together {together}" if delivery.cull_nodes else f". Together {together}"
     return Group(Text(text + "."), Text())
