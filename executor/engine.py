@@ -17,6 +17,7 @@ from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
 from executor.sync import GradientSync, LocalTensor, bucket_layouts
 from executor.weights import initial_values
+from specs.layout import Interval
 from specs.options import OptimizerOptions
 from specs.plan import Plan, StepTerms
 
@@ -95,18 +96,29 @@ class Engine:
         )
 
     def _initialise(self, seed: int, inits: dict[str, str]) -> None:
+        def first(tensor: str, elements: Interval) -> torch.Tensor:
+            return initial_values(
+                tensor,
+                elements,
+                inits[tensor],  # type: ignore[arg-type]
+                num_layers=self.plan.model.num_layers,
+                seed=seed,
+                dtype=torch.promote_types(self.dtype, torch.float32),
+            )
+
+        self.set_weights(first)
+
+    def set_weights(self, read: Callable[[str, Interval], torch.Tensor]) -> None:
+        """Fill weights and their masters; `read` gives row-major elements of a global tensor, flat, of any type."""
         for bucket in self.sync.buckets:
             for piece in bucket.layout.pieces:
-                values = initial_values(
-                    piece.tensor,
-                    piece.elements,
-                    inits[piece.tensor],  # type: ignore[arg-type]
-                    num_layers=self.plan.model.num_layers,
-                    seed=seed,
-                    dtype=bucket.master.dtype,
-                )
-                bucket.weights[piece.offset : piece.offset + piece.elements.size] = values.to(self.device, self.dtype)
-            bucket.reset_master()
+                whole = Interval(piece.offset, piece.offset + piece.elements.size)
+                values = read(piece.tensor, piece.elements).to(self.device)
+                bucket.weights[slice(*whole)] = values.to(self.dtype)
+                mine = whole.overlap(bucket.segment)
+                if mine.size > 0:
+                    master = bucket.master[slice(*mine.shifted(-bucket.segment.start))]
+                    master.copy_(values[slice(*mine.shifted(-piece.offset))])
             bucket.publish()
 
     def _micro_batches(self, batch: Batch) -> Callable[[int], MicroBatch]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from executor.huggingface import MODEL_FOLDER, TOKENIZER, HuggingFaceWeights, keep_model_files
 from executor.launch import ERROR_FILE, run_workers
 from specs.base import load_document
 from specs.errors import BadInputError
@@ -28,6 +29,8 @@ def start_run(plan_path: Path, out: Path, given: Mapping[str, object], *, resume
     under_torchrun = "RANK" in os.environ and ERROR_FILE not in os.environ
     is_first = not under_torchrun or os.environ["RANK"] == "0"
     options = _options(out, given, resume=resume)
+    if options.initial_weights is not None and not resume:
+        options = _with_model_folder(plan, options)
     if is_first:
         _write_folder(plan, options)
     if under_torchrun:
@@ -62,6 +65,17 @@ def _options(out: Path, given: Mapping[str, object], *, resume: bool) -> TrainOp
     return TrainOptions.model_validate({**before.model_dump(), **named, "optimizer": optimizer})
 
 
+def _with_model_folder(plan: Plan, options: TrainOptions) -> TrainOptions:
+    """Check the imported weights before anything starts; their tokenizer is the default one."""
+    assert options.initial_weights is not None
+    folder = options.initial_weights.resolve()
+    HuggingFaceWeights(folder).check_model(plan.model, "the plan")
+    update: dict[str, object] = {"initial_weights": folder}
+    if options.tokenizer is None and (folder / TOKENIZER).is_file():
+        update["tokenizer"] = folder / TOKENIZER
+    return options.model_copy(update=update)
+
+
 def _write_folder(plan: Plan, options: TrainOptions) -> None:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -74,6 +88,8 @@ def _write_folder(plan: Plan, options: TrainOptions) -> None:
             f"{options.out} has {free / 2**30:.2f} GiB free, {options.keep_checkpoints} checkpoints and the one being "
             f"written need {needed / 2**30:.2f} GiB. Free space, or lower --keep-checkpoints."
         )
+    if options.initial_weights is not None:
+        keep_model_files(options.initial_weights, options.out / MODEL_FOLDER)
     plan.save(options.out / "plan.json")
     options.save(options.out / "options.json")
 

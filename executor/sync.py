@@ -131,12 +131,6 @@ class Bucket:
         for values, where in self._copies:
             values.copy_(self.weights[where])
 
-    def reset_master(self) -> None:
-        """After the flat weights were set: the master follows."""
-        own = self.weights[self.segment.start : self.segment.stop]
-        if self.master.data_ptr() != own.data_ptr():
-            self.master.copy_(own)
-
     def reset_weights(self) -> None:
         """After the master changed: the flat weights of the segment follow."""
         own = self.weights[self.segment.start : self.segment.stop]

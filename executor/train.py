@@ -20,6 +20,7 @@ from executor.checkpoint import find_checkpoint, load_checkpoint, save_checkpoin
 from executor.data import Samples, prepare
 from executor.device import choose_backend, device_name, leave, process_group, versions
 from executor.engine import Batch, Engine, StepResult, mean_terms
+from executor.huggingface import HuggingFaceWeights
 from executor.launch import STARTED, end_with_parent, report_error
 from executor.ledger import Ledger, RunLog
 from executor.memory import measure_step
@@ -155,6 +156,11 @@ class Run:
     def _restore(self) -> int:
         found = find_checkpoint(self._checkpoints)
         if found is None:
+            if self._options.initial_weights is not None:
+                with self._ledger.bucket("checkpoint_restore"):
+                    weights = HuggingFaceWeights(self._options.initial_weights)
+                    weights.check_model(self._plan.model, "the plan")
+                    self._engine.set_weights(weights.read_elements)
             return 0
         place, manifest, refused = found
         if self._is_first:

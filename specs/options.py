@@ -32,6 +32,7 @@ class TrainOptions(Document):
     out: Path
     data: str = "stdlib"
     tokenizer: Path | None = None
+    initial_weights: Path | None = None  # a Hugging Face folder; None: drawn from the seed
     seed: NonNegativeInt = 0
     optimizer: OptimizerOptions = OptimizerOptions()
     checkpoint_every: NonNegativeInt = 50  # steps; 0: only at the end

@@ -1,0 +1,135 @@
+"""The `config.json` of a model, for `transformers`: the inverse of `specs.huggingface`, checked by reading it back."""
+
+from __future__ import annotations
+
+from specs.errors import BadInputError
+from specs.huggingface import model_from_config
+from specs.model import Activation, Attention, Mlp, ModelSpec, Moe
+
+_ACTIVATION_NAMES: dict[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu": "relu",
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+def config_of(model: ModelSpec) -> dict[str, object]:
+    """A configuration that describes exactly this model.
+
+    Raises `BadInputError` when no family can: layers that differ in ways the format cannot say, for one.
+    """
+    layers = [layer for layer in model.layers for _ in range(layer.repeat)]
+    attention = next((layer.attention for layer in layers if layer.attention is not None), None)
+    forward = [layer.feed_forward for layer in layers]
+    sparse = next((part for part in forward if isinstance(part, Moe)), None)
+    dense = next((part for part in forward if isinstance(part, Mlp)), None)
+    if attention is not None and (sparse is not None or dense is not None):
+        if attention.norm.kind == "layernorm":
+            config = _gpt2(model, attention, dense)
+        else:
+            config = _decoder(model, attention, dense, sparse, [layer.attention for layer in layers], forward)
+        try:
+            read = model_from_config(config, name=model.name, where="the written config.json")
+        except BadInputError:
+            read = None
+        if read == model:
+            return {"architectures": [_ARCHITECTURES[str(config["model_type"])]], **config}
+    raise BadInputError(
+        f"model {model.name} cannot be written as a Hugging Face model: no family of {', '.join(_ARCHITECTURES)} has "
+        "exactly these layers. Its checkpoints stay usable here."
+    )
+
+
+def _family(attention: Attention, sparse: Moe | None) -> str:
+    if attention.qk_norm:
+        return "qwen3" if sparse is None else "qwen3_moe"
+    if sparse is not None:
+        return "mixtral"
+    if attention.qkv_bias and not attention.output_bias:
+        return "qwen2"
+    return "llama" if attention.window is None else "mistral"
+
+
+def _decoder(
+    model: ModelSpec,
+    attention: Attention,
+    dense: Mlp | None,
+    sparse: Moe | None,
+    attentions: list[Attention | None],
+    forward: list[Mlp | Moe | None],
+) -> dict[str, object]:
+    family = _family(attention, sparse)
+    part = dense if dense is not None else sparse
+    assert part is not None
+    config: dict[str, object] = {
+        "model_type": family,
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": _ACTIVATION_NAMES[part.activation],
+        "rms_norm_eps": attention.norm.epsilon,
+        "rope_theta": attention.rope_theta,
+        "tie_word_embeddings": model.head.tied,
+    }
+    if dense is not None:
+        config["intermediate_size"] = dense.ffn
+    if model.max_positions is not None:
+        config["max_position_embeddings"] = model.max_positions
+    if family in ("llama", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = attention.output_bias
+    if family == "llama":
+        config["mlp_bias"] = dense is not None and dense.bias
+    scaling = attention.rope_scaling
+    if scaling is not None:
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    windows = [part.window if part is not None else None for part in attentions]
+    if family in ("mistral", "mixtral"):
+        config["sliding_window"] = windows[0]
+    elif any(window is not None for window in windows):
+        config["use_sliding_window"] = True
+        config["sliding_window"] = next(window for window in windows if window is not None)
+        config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        config["max_window_layers"] = 0
+    if family == "mixtral" and sparse is not None:
+        config |= {"num_local_experts": sparse.num_experts, "intermediate_size": sparse.expert_ffn}
+        config["num_experts_per_tok"] = sparse.experts_per_token
+    if family == "qwen3_moe" and sparse is not None:
+        config |= {"num_experts": sparse.num_experts, "moe_intermediate_size": sparse.expert_ffn}
+        config |= {"num_experts_per_tok": sparse.experts_per_token, "norm_topk_prob": True, "decoder_sparse_step": 1}
+        config["mlp_only_layers"] = [i for i, part in enumerate(forward) if not isinstance(part, Moe)]
+        config.setdefault("intermediate_size", sparse.expert_ffn)
+    return config
+
+
+def _gpt2(model: ModelSpec, attention: Attention, dense: Mlp | None) -> dict[str, object]:
+    return {
+        "model_type": "gpt2",
+        "vocab_size": model.vocab,
+        "n_embd": model.hidden,
+        "n_layer": model.num_layers,
+        "n_head": attention.num_heads,
+        "n_positions": model.embedding.num_positions,
+        "n_inner": None if dense is None else dense.ffn,
+        "activation_function": None if dense is None else _ACTIVATION_NAMES[dense.activation],
+        "layer_norm_epsilon": attention.norm.epsilon,
+        "tie_word_embeddings": model.head.tied,
+    }

@@ -1,0 +1,76 @@
+"""Small random models of every supported family, made by `transformers`, and plans for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from specs.model import ModelSpec
+from specs.plan import Plan
+from tests.layouts import ReplicaShape, StageShape, build
+
+_SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 50,
+    "max_position_embeddings": 32,
+    "head_dim": 4,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(
+        **_SIZES, rope_parameters={**_LLAMA3, "rope_theta": 500000.0}, attention_bias=True
+    ),
+    "mistral": transformers.MistralConfig(**_SIZES, sliding_window=3),
+    "qwen2": transformers.Qwen2Config(**{**_SIZES, "tie_word_embeddings": True}),
+    "qwen3": transformers.Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=61, n_embd=24, n_layer=3, n_head=6, n_positions=32, bos_token_id=0, eos_token_id=0
+    ),
+}
+
+
+def save_random(family: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    """A model with every tensor drawn at random (norms and biases too), saved to `folder`."""
+    torch.manual_seed(sorted(CONFIGS).index(family))
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if parameter.dim() == 1 else 0.0))
+    model = model.to(dtype).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def plans(model: ModelSpec) -> dict[str, Plan]:
+    """One rank, tensor parallel, pipeline, degrees that differ between modules, unlike replicas."""
+    mixed = {
+        "attention": (2, 2),
+        "layer.1.attention": (4,),
+        "mlp": (4,),
+        "moe": (2, 2),
+        "embedding": (1, 1, 2),
+        "head": (3, 1),
+    }
+    return {
+        "one rank": build(model, [ReplicaShape([StageShape(1)], 1, 2)]),
+        "tp 4": build(model, [ReplicaShape([StageShape(4)], 1, 2)]),
+        "pp 3": build(model, [ReplicaShape([StageShape(1), StageShape(2), StageShape(1)], 1, 2)]),
+        "mixed": build(model, [ReplicaShape([StageShape(4, mixed)], 2, 2)]),
+        "replicas tp 3 and pp 2": build(
+            model,
+            [ReplicaShape([StageShape(3)], 1, 2), ReplicaShape([StageShape(1), StageShape(1)], 1, 1)],
+        ),
+    }
