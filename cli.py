@@ -308,6 +308,70 @@ def export_weights(
 
 
 @app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(help="Run folder, or a plan file together with --from.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    initial_weights: Annotated[
+        Path | None, typer.Option("--from", help="Hugging Face folder to take weights of.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; default: the run's or the folder's.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, max=1e3, help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws at a temperature above 0.")] = 0,
+    backend: Annotated[
+        Literal["gloo", "nccl"] | None, typer.Option(help="Default: nccl where a GPU is, else gloo.")
+    ] = None,
+) -> None:
+    """Continue a text with a trained or imported model, under its plan (its first replica)."""
+    from executor.generate import GenerateOptions, start_generate
+
+    if not prompt:
+        raise typer.BadParameter("--prompt is empty, at least one token is needed to begin with")
+    start_generate(
+        GenerateOptions(
+            run=run,
+            weights=initial_weights,
+            tokenizer=tokenizer,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            backend=backend,
+        )
+    )
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Run folder, or a plan file together with --from.")],
+    data: Annotated[
+        str | None, typer.Option(help="Text to evaluate on, as for `plait train`; default: the run's held-out part.")
+    ] = None,
+    initial_weights: Annotated[
+        Path | None, typer.Option("--from", help="Hugging Face folder to take weights of.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; default: the run's or the folder's.")] = None,
+    backend: Annotated[
+        Literal["gloo", "nccl"] | None, typer.Option(help="Default: nccl where a GPU is, else gloo.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Loss and perplexity of a trained or imported model on held-out text, under its plan."""
+    from executor.evaluate import EvaluateOptions, start_evaluate
+
+    found = start_evaluate(
+        EvaluateOptions(run=run, weights=initial_weights, data=data, tokenizer=tokenizer, backend=backend)
+    )
+    if as_json:
+        typer.echo(found.model_dump_json(indent=1))
+        return
+    typer.echo(
+        f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}, {found.origin}, over "
+        f"{found.tokens:,} of {found.text_tokens:,} tokens ({found.data})"
+    )
+
+
+@app.command()
 def simulate(
     plan: Annotated[Path, typer.Argument(help="plan.json from `plait plan`.")],
     days: Annotated[float, typer.Option(min=0.01, max=3650.0, help="Length of the run.")] = 30.0,

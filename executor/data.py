@@ -65,6 +65,19 @@ def _documents_of_file(path: Path) -> Iterator[str]:
         yield entry["text"]
 
 
+def tokenise(source: str, *, vocab: int, tokenizer: Path | None) -> list[np.ndarray]:
+    """Token ids of each document.  Raises `BadInputError` for ids beyond the model's vocabulary."""
+    encode = _encoder(tokenizer)
+    parts = [encode(text) for text in documents(source) if text]
+    largest = max((int(part.max()) for part in parts), default=0)
+    if largest >= vocab:
+        raise BadInputError(
+            f"data {source} has token id {largest}, the model's vocabulary has {vocab}. "
+            "Use the model's own tokenizer.json, or a model with a larger vocabulary."
+        )
+    return parts
+
+
 def prepare(source: str, folder: Path, *, vocab: int, seq_len: int, tokenizer: Path | None) -> None:
     """Tokenise `source` into folder/train.npy and folder/held_out.npy, unless they are there for this very input.
 
@@ -75,17 +88,10 @@ def prepare(source: str, folder: Path, *, vocab: int, seq_len: int, tokenizer: P
     recipe_path = folder / "recipe.json"
     if recipe_path.exists() and read_json(recipe_path, "data recipe") == recipe:
         return
-    encode = _encoder(tokenizer)
-    parts = [encode(text) for text in documents(source) if text]
-    num_tokens = sum(part.size for part in parts)
+    parts = tokenise(source, vocab=vocab, tokenizer=tokenizer)
+    num_tokens = _length(parts)
     if num_tokens == 0:
         raise BadInputError(f"data {source} holds no text. Give a corpus with at least {2 * (seq_len + 1)} tokens.")
-    largest = max(int(part.max()) for part in parts)
-    if largest >= vocab:
-        raise BadInputError(
-            f"data {source} has token id {largest}, the model's vocabulary has {vocab}. "
-            "Use the model's own tokenizer.json, or a model with a larger vocabulary."
-        )
     held_out = parts[::HELD_OUT_EVERY]
     train = [part for i, part in enumerate(parts) if i % HELD_OUT_EVERY]
     if not train or min(_length(train), _length(held_out)) <= seq_len:
@@ -109,15 +115,20 @@ def _length(parts: list[np.ndarray]) -> int:
 def _encoder(tokenizer: Path | None):  # type: ignore[no-untyped-def]
     if tokenizer is None:
         return lambda text: np.frombuffer(text.encode(), dtype=np.uint8)
+    loaded = load_tokenizer(tokenizer)
+    return lambda text: np.asarray(loaded.encode(text).ids, dtype=np.int32)
+
+
+def load_tokenizer(path: Path):  # type: ignore[no-untyped-def]
+    """The tokenizer of a tokenizer.json.  Raises `BadInputError` for a file that is none."""
     from tokenizers import Tokenizer
 
-    if not tokenizer.is_file():
-        raise BadInputError(f"tokenizer {tokenizer} does not exist. Give the path of a tokenizer.json.")
+    if not path.is_file():
+        raise BadInputError(f"tokenizer {path} does not exist. Give the path of a tokenizer.json.")
     try:
-        loaded = Tokenizer.from_file(str(tokenizer))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every malformed file
-        raise BadInputError(f"tokenizer {tokenizer} cannot be read: {error}.") from None
-    return lambda text: np.asarray(loaded.encode(text).ids, dtype=np.int32)
+        raise BadInputError(f"tokenizer {path} cannot be read: {error}.") from None
 
 
 def _save(path: Path, array: np.ndarray) -> None:

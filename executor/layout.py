@@ -23,6 +23,7 @@ class ModuleLayout:
     module: Module
     placement: ModulePlacement
     units: Interval
+    unit_cuts: Cuts  # of the whole block
     block_ranks: tuple[int, ...]
     position: int
     token_counts: tuple[int, ...]
@@ -112,6 +113,7 @@ class Layout:
                     module=module,
                     placement=placement,
                     units=placement.units_of(self.position, module),
+                    unit_cuts=placement.block_cuts(block, module),
                     block_ranks=processes[start:stop],
                     position=position,
                     token_counts=tuple(cuts[i + 1] - cuts[i] for i in range(start, stop)),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from executor.collectives import Block
+from executor.collectives import Block, all_gather
 from executor.functions import (
     gated_activation,
     gather_linear,
@@ -85,15 +86,19 @@ class EmbeddingModule(BlockModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         own = ids[self.layout.block_tokens.start : self.layout.block_tokens.stop]
+        return self.embed(own, self._positions)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The block's token ids, and the positions of the rank's own -> [own tokens, hidden]."""
         if self.block.size == 1:
-            x = F.embedding(own, self.weight)
+            x = F.embedding(ids, self.weight)
         else:
-            local = own - self.layout.units.start
+            local = ids - self.layout.units.start
             mine = (local >= 0) & (local < self.layout.units.size)
             rows = F.embedding(local.clamp(0, self.layout.units.size - 1), self.weight)
             x = scatter(self.block, rows * mine.unsqueeze(-1).to(rows.dtype))
-        positions = self.optional("positions")
-        return x if positions is None else x + F.embedding(self._positions, positions)
+        table = self.optional("positions")
+        return x if table is None else x + F.embedding(positions, table)
 
 
 @lru_cache(maxsize=16)
@@ -129,39 +134,65 @@ class AttentionModule(BlockModule):
         aligned = aligned and (groups.size == 1 or heads.size // groups.size == per_group)
         index = [head // per_group - groups.start for head in range(heads.start, heads.stop)]
         self._kv_index = None if aligned else torch.tensor(index, device=device)
-        self._mask = None
-        if spec.window is not None and spec.window < seq_len:
-            distance = torch.arange(seq_len, device=device)
-            distance = distance.unsqueeze(1) - distance.unsqueeze(0)
-            self._mask = (distance >= 0) & (distance < spec.window)
+        whole = Interval(0, seq_len)
+        self._mask = self.allowed(whole, whole) if spec.window is not None and spec.window < seq_len else None
 
-    def core(self, query: Tensor, key: Tensor, value: Tensor, *qk_norms: Tensor) -> Tensor:
-        """[block tokens, heads x width] x 3 -> attention output [block tokens, own heads x width]."""
+    def allowed(self, queries: Interval, keys: Interval) -> Tensor:
+        """Which positions of `keys` those of `queries` may look at: [queries, keys], true where they may."""
+        device = self.norm.device
+        distance = torch.arange(*queries, device=device).unsqueeze(1) - torch.arange(*keys, device=device)
+        return (distance >= 0) if self.spec.window is None else (distance >= 0) & (distance < self.spec.window)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Chunk -> query, key and value of the block's tokens, each [block tokens, own heads x width]."""
+        biases = [self.optional(f"{name}_bias") for name in ("query", "key", "value")]
+        return gather_linear(self.block, self.normalise(x, self.spec.norm), (self.query, self.key, self.value), biases)
+
+    def heads(
+        self, query: Tensor, key: Tensor, value: Tensor, *qk_norms: Tensor, seq_len: int, first: int = 0, table_len: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split into heads [sequences, heads, seq_len, width], normalised, rotated for positions from `first` on."""
         width = self.spec.head_dim
-        q, k, v = (x.view(-1, self._seq_len, x.shape[-1] // width, width).transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x.view(-1, seq_len, x.shape[-1] // width, width).transpose(1, 2) for x in (query, key, value))
         if qk_norms:
             q = F.rms_norm(q, (width,), qk_norms[0], self.spec.norm.epsilon)
             k = F.rms_norm(k, (width,), qk_norms[1], self.spec.norm.epsilon)
         if self.spec.rope_theta is not None:
             table = rope_table(
-                self.spec.rope_theta, self.spec.rope_scaling, width, self._seq_len, query.dtype, query.device
+                self.spec.rope_theta, self.spec.rope_scaling, width, table_len, query.dtype, query.device
             )
-            q, k = rotate(q, *table), rotate(k, *table)
+            cos, sin = (part[first : first + seq_len] for part in table)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Heads as `heads` gives them -> [tokens, own heads x width].  `mask` None: causal."""
         if self._kv_index is not None:
             k, v = k[:, self._kv_index], v[:, self._kv_index]
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return y.transpose(1, 2).reshape(query.shape[0], -1)
+        return y.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[3])
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor, *qk_norms: Tensor) -> Tensor:
+        """[block tokens, heads x width] x 3 -> attention output [block tokens, own heads x width]."""
+        length = self._seq_len
+        return self.attend(*self.heads(query, key, value, *qk_norms, seq_len=length, table_len=length), self._mask)
+
+    def qk_norms(self) -> tuple[Tensor, ...]:
+        """Weights of the norms of queries and keys, of models that have them."""
+        return (self.query_norm, self.key_norm) if self.spec.qk_norm else ()
 
     def forward(self, x: Tensor) -> Tensor:
-        biases = [self.optional(f"{name}_bias") for name in ("query", "key", "value")]
-        qkv = gather_linear(self.block, self.normalise(x, self.spec.norm), (self.query, self.key, self.value), biases)
-        norms = (self.query_norm, self.key_norm) if self.spec.qk_norm else ()
+        qkv, norms = self.project(x), self.qk_norms()
         if self.layout.placement.recompute == "selective":
             y = recomputed_core(self.block, self.core, self.output, *qkv, *norms)
         else:
             y = linear_scatter(self.block, self.core(*qkv, *norms), self.output)
+        return self.finish(x, y)
+
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """The residual chunk and the module's summed output -> the next residual chunk."""
         bias = self.optional("output_bias")
         return x + y if bias is None else x + (y + bias)
 
@@ -207,6 +238,14 @@ class HeadModule(BlockModule):
         x = self.normalise(x, self.spec.norm)
         return vocabulary_cross_entropy(self.block, self.layout.units.start, x, self.weight, own, scale)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Chunk -> whole logits [block tokens, vocabulary] on every member.  Training never makes them."""
+        own = self.block.all_gather(self.normalise(x, self.spec.norm)) @ self.weight.t()
+        if self.block.size == 1:
+            return own
+        counts = [stop - start for start, stop in pairwise(self.layout.unit_cuts)]
+        return all_gather(own.t().contiguous(), counts, self.block.group).t()
+
 
 def build_module(
     layout: ModuleLayout, block: Block, *, chunk: Interval, seq_len: int, dtype: torch.dtype, device: torch.device
@@ -229,7 +268,7 @@ def build_module(
 
 
 class StageModule(nn.Module):
-    """A stage's run of modules on one rank: ids or chunk in, chunk or loss out."""
+    """A stage's run of modules on one rank: ids or chunk in, chunk, loss or (without targets) logits out."""
 
     def __init__(self, modules: list[BlockModule]) -> None:
         super().__init__()
@@ -238,6 +277,8 @@ class StageModule(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None, scale: float) -> Tensor:
         """x: token ids [micro-batch tokens] on the first stage, else the chunk [own tokens, hidden]."""
         for module in self.chain:
+            if isinstance(module, HeadModule) and targets is None:
+                return module.logits(x)
             arguments = (x, targets, scale) if isinstance(module, HeadModule) else (x,)
             if module.layout.placement.recompute == "full" and torch.is_grad_enabled():
                 x = checkpoint(module, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -129,6 +129,21 @@ class PipelineRunner:
         self._sends.clear()
         return loss
 
+    @torch.no_grad()
+    def logits(self, ids: Tensor | None) -> Tensor:
+        """One micro-batch forward: logits [head block's tokens, vocabulary] on the last stage, the chunk elsewhere.
+
+        `ids` [micro-batch tokens] on the first stage, None elsewhere.
+        """
+        received = self._wait(self._post(Action("F", 0)))
+        _, out = self._forward(MicroBatch(ids, None), received, 1.0)
+        if self._next is not None:
+            self._send(self._next, self._next.forward, out)
+            for work, _ in self._sends:
+                work.wait()
+            self._sends.clear()
+        return out
+
     def _forward(self, batch: MicroBatch, received: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         if received is None:
             assert batch.ids is not None
