@@ -73,6 +73,8 @@ STAGES: list[tuple[str, Callable[[Row], bool], list[Parameter]]] = [
             ("stack", "megatron-deepspeed", "softmax_passes", 3, 20),
             ("stack", "megatron-deepspeed", "odd_head_factor", 1, 12),
             ("stack", "megatron-deepspeed", "host_fraction", 0.001, 0.6),
+            ("stack", "megatron-deepspeed", "layer_host_seconds", 1e-6, 2e-2),
+            ("stack", "megatron-deepspeed", "backward_passes", 0.5, 3),
             ("stack", "megatron-deepspeed", "transfer_sync_seconds", 2e-5, 3e-2),
             ("stack", "megatron-deepspeed", "step_overhead_seconds", 1e-3, 5.0),
         ],
@@ -97,6 +99,7 @@ STAGES: list[tuple[str, Callable[[Row], bool], list[Parameter]]] = [
         lambda row: row.run is not None and row.run.stack == "jax" and row.run.gpu == "H100",
         [
             ("stack", "jax", "norm_passes", 4, 30),
+            ("stack", "jax", "usual_recompute_share", 0.2, 1.0),
             ("stack", "jax", "gradient_overlap", 0.3, 0.99),
             ("stack", "jax", "contention", 0.01, 1.0),
             ("stack", "jax", "host_fraction", 0.001, 0.3),
@@ -137,7 +140,6 @@ MEMORY_STAGES: list[tuple[str, list[Parameter]]] = [
         "megatron-core",
         [
             ("stack", "megatron-core", "slack", 1e-3, 0.3),
-            ("stack", "megatron-core", "logit_bytes", 6, 16),
         ],
     ),
     (
@@ -149,6 +151,12 @@ MEMORY_STAGES: list[tuple[str, list[Parameter]]] = [
         ],
     ),
 ]
+
+
+FITTED_RATES = (
+    *("matrix_efficiency", "matrix_depth_overhead"),
+    *("attention_forward_efficiency", "attention_backward_efficiency"),
+)
 
 
 class Tables:
@@ -227,12 +235,19 @@ def report(
 
 
 def write(tables: Tables) -> None:
-    path = DATA / "training_efficiency.json"
+    """The fitted numbers into the shipped data; an A100 of 40 GB and an H200 take those of their siblings."""
+    path = DATA / "device_efficiency.json"
     table = json.loads(path.read_text())
-    for name, entry in table.items():
-        values = dataclasses.asdict(tables.devices[name])
-        entry["rates"] = {key: _rounded(values[key]) for key in entry["rates"]}
+    for name, like in (("A100-80G", "A100-80G"), ("A100-40G", "A100-80G"), ("H100", "H100"), ("H200", "H100")):
+        fitted = dataclasses.asdict(tables.devices[like])
+        fitted["matrix_efficiency"] = {k: fitted["matrix_efficiency"][k] for k in table[name]["matrix_efficiency"]}
+        table[name] |= {key: _rounded(fitted[key]) for key in FITTED_RATES}
     path.write_text(json.dumps(table, indent=1) + "\n")
+    path = DATA / "device_variants.json"
+    variants = json.loads(path.read_text())
+    for name, entry in variants.items():
+        entry["rates"] = {key: _rounded(dataclasses.asdict(tables.devices[name])[key]) for key in FITTED_RATES}
+    path.write_text(json.dumps(variants, indent=1) + "\n")
     stacks = {name: {k: _rounded(v) for k, v in dataclasses.asdict(s).items()} for name, s in tables.stacks.items()}
     (DATA / "frameworks.json").write_text(json.dumps(stacks, indent=1) + "\n")
 

@@ -22,6 +22,7 @@ class Framework:
 
     source: str
     flash_attention: bool
+    dropout: bool  # GPT models (no gate) are trained with dropout and keep its masks
     tensor_overlap: float
     regather_exposed: float  # of the second gather of a layer's input under sequence parallelism
     transfer_overlap: float  # of pipeline transfers when interleaved
@@ -41,7 +42,9 @@ class Framework:
     optimizer_bytes_per_element: float
     ties_embedding: bool
     usual_recompute: Literal["none", "selective", "full"]  # where a source does not say
-    host_fraction: float
+    usual_recompute_share: float  # of the forward pass, where `usual_recompute` is full
+    host_fraction: float  # of all computing
+    layer_host_seconds: float  # per layer and pass, what the device waits for the host
     step_overhead_seconds: float
     extra_state_bytes: float  # of the optimizer, per parameter, beside master weights and moments
     selective_kept: float  # flash attention: part of a layer's activations that selective recomputation keeps

@@ -14,10 +14,11 @@ from cost_models.run_shape import layer_parameters, layers_of_stage, parameters_
 def run_memory_bytes(run: Run, stack: Framework | None = None) -> float:
     """Bytes on the fullest rank; `stack` None: as shipped."""
     known = stack if stack is not None else framework(run.stack)
-    return max(_stage_bytes(run, known, stage) for stage in range(run.pp))
+    return max(stage_memory_bytes(run, known, stage) for stage in range(run.pp))
 
 
-def _stage_bytes(run: Run, stack: Framework, stage: int) -> float:
+def stage_memory_bytes(run: Run, stack: Framework, stage: int) -> float:
+    """Peak bytes on a rank of one stage."""
     layers = layers_of_stage(run)[stage]
     recompute = run.recompute or stack.usual_recompute
     kept = layer_activation_bytes(run, stack, recompute)
@@ -67,7 +68,8 @@ def micro_batches_in_flight(run: Run, stage: int) -> float:
 def layer_activation_bytes(run: Run, stack: Framework, recompute: str) -> float:
     """Bytes that one layer keeps of one micro-batch.
 
-    # unfused, dropout: T h (10 / n + 24 / t) + 5 T s a / t; selective without the last term; full 2 T h / n
+    # dropout (GPT, ungated): T h (10 / n + 24 / t), and 5 T s a / t where attention is unfused; selective without
+    #   the latter; full 2 T h / n
     #   [Korthikanti et al., arXiv 2205.05198, section 4]  n = t with sequence parallelism, else 1
     # flash, no dropout: (4 + 2 w) T h / n (norms' inputs and outputs) + T d ((2 + w) q + 4 k) / t
     #   + T f (2 or 4, and w) / t;  w bytes of a matrix product's stored input, 1 in fp8
@@ -78,9 +80,10 @@ def layer_activation_bytes(run: Run, stack: Framework, recompute: str) -> float:
     spread = run.tp if run.sequence_parallel else 1
     if recompute == "full":
         return 2.0 * hidden / spread
-    if not stack.flash_attention:
-        scores = 5.0 * tokens * run.seq_len * run.heads / run.tp if recompute == "none" else 0.0
-        return hidden * (10.0 / spread + 24.0 / run.tp) + scores
+    if not stack.flash_attention or (stack.dropout and not run.gated):
+        scores = 5.0 * tokens * run.seq_len * run.heads / run.tp
+        kept = recompute == "none" and not stack.flash_attention
+        return hidden * (10.0 / spread + 24.0 / run.tp) + (scores if kept else 0.0)
     width = run.hidden / run.heads
     stored = 1.0 if run.precision == "fp8" else 2.0  # inputs of matrix products
     norms = (4.0 + 2.0 * stored) * hidden / spread

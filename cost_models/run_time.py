@@ -105,14 +105,15 @@ class RunModel:
         )
         gather, scatter = self._tensor_seconds(tokens)
         shown = 1.0 - self.stack.tensor_overlap
-        forward_all = forward + scores_forward + elementwise + 2.0 * shown * (gather + scatter)
-        inputs += scores_backward + self.stack.backward_passes * elementwise + 2.0 * shown * (gather + scatter)
+        host = self.stack.layer_host_seconds
+        forward_all = forward + scores_forward + elementwise + 2.0 * shown * (gather + scatter) + host
+        inputs += host + scores_backward + self.stack.backward_passes * elementwise + 2.0 * shown * (gather + scatter)
         if run.sequence_parallel:
             # the input is gathered again for the weight gradient, beside the input gradient's product
             inputs += 2.0 * shown * self.stack.regather_exposed * gather
         recompute = run.recompute or self.stack.usual_recompute
         if recompute == "full":
-            inputs += forward_all
+            inputs += forward_all * (1.0 if run.recompute else self.stack.usual_recompute_share)
         elif recompute == "selective":
             inputs += self.stack.selective_share * scores_forward
         return Pass(forward_all, inputs, weights)
@@ -228,7 +229,10 @@ class RunModel:
             middle = stages[p // 2]
             halves = 1.0 if "1p" in run.schedule else 2.0
             bubble = middle.forward + middle.input_gradient - halves * middle.weight_gradient
-            return m * (slowest + 2.0 * shown) + (p - 1) * max(0.0, bubble / (1.0 if "V" not in run.schedule else 2.0))
+            bubble = max(0.0, bubble) / (2.0 if "V" in run.schedule else 1.0)
+            filled = m * (slowest + 2.0 * shown) + (p - 1) * bubble
+            # with few micro-batches nothing fills the way of the first forward and the last backward
+            return max(filled, (p - 1 + m) * (middle.forward + middle.input_gradient + 2.0 * shown))
         if run.chunks > 1:
             # interleaved: bubble (p - 1) / v micro-batches, v transfers each way per micro-batch [arXiv 2104.04473]
             return m * (slowest + 2.0 * run.chunks * shown) + (p - 1) / run.chunks * mean
@@ -279,10 +283,13 @@ class RunModel:
 
 @cache
 def run_efficiencies() -> dict[str, Efficiency]:
-    """What training runs reach on a GPU: the shipped data, with the rates that published runs were fitted with."""
-    table = json.loads((_DATA / "training_efficiency.json").read_text(encoding="utf-8"))
-    known = efficiencies()
-    return {name: dataclasses.replace(known[entry["device"]], **entry["rates"]) for name, entry in table.items()}
+    """What training runs reach, by GPU: the shipped devices and their variants."""
+    known = dict(efficiencies())
+    variants = json.loads((_DATA / "device_variants.json").read_text(encoding="utf-8"))
+    for name, entry in variants.items():
+        base = known[machines()[entry["machine"]].device.name]
+        known[name] = dataclasses.replace(base, **entry["rates"], source=entry["source"])
+    return known
 
 
 @cache
