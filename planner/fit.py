@@ -12,6 +12,7 @@ from planner.chain import NO_CONTENT, Chain
 from planner.options import Menu, OptionSource, Restriction
 from planner.space import Grid, Topology, enumerate_grids
 from specs.cluster import ClusterSpec
+from specs.errors import BadInputError
 from specs.plan import TrainingSpec
 
 GIB = 2.0**30
@@ -95,10 +96,13 @@ def changes_that_fit(
 
     def fits(cluster: ClusterSpec, training: TrainingSpec) -> bool:
         topology = Topology(cluster)
-        source = OptionSource(chain, training, make_costs(cluster, training), topology)
         stages = min(topology.num_ranks, chain.num_positions - 1)
         grids = enumerate_grids(topology, training, max_stages=stages, max_ranks_per_stage=topology.domain)
-        least = least_of_all(chain, [grid for grid in grids if grid.schedule == "1f1b"], source)
+        try:
+            source = OptionSource(chain, training, make_costs(cluster, training), topology)
+            least = least_of_all(chain, [grid for grid in grids if grid.schedule == "1f1b"], source)
+        except BadInputError:
+            return False  # a profile that does not reach so far: what it cannot price is not proposed
         return least is not None and least.total_bytes <= capacity_bytes
 
     found = []
