@@ -196,6 +196,6 @@ class DeviceCosts:
         return num_elements * self._stack.optimizer_bytes_per_element / memory
 
     def exposed_gradient_sync(self, seconds: float, backward_seconds: float) -> float:
-        """What the stack's overlap leaves: a share is never hidden, the rest hides behind one backward pass."""
-        hidden = min(self._stack.gradient_overlap * seconds, backward_seconds * self._stack.gradient_overlap)
+        """What the stack's overlap with one backward pass leaves."""
+        hidden = self._stack.gradient_overlap * min(seconds, backward_seconds)
         return seconds - hidden

@@ -10,6 +10,7 @@ from cost_models.interface import ModuleCost
 from cost_models.interpolate import log_log
 from cost_models.memory import activation_bytes, working_bytes
 from cost_models.share import Share
+from cost_models.stacks import stack
 from specs.cluster import ClusterSpec, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
@@ -19,7 +20,7 @@ from specs.profile import CollectiveOp, ModuleTiming, Profile, StepOverhead
 
 # Tokens may lie this far outside the measured range; the time is then in proportion and marked estimated.
 MAX_EXTRAPOLATION = 2.0
-GPU_RESERVED_BYTES = 2 * 2**30  # context, communicators, allocator slack: see docs/cost-models.md
+GPU_RESERVED_BYTES = 3 * 2**30  # context 0.5 GiB, communicators 1 to 2, allocator 2 % of what comes and goes
 # Activation function and product as a part of a feed-forward pass: 1 to 8 % on one CPU core, FFN 384 to 2,816.
 ACTIVATION_SHARE = 0.05
 
@@ -175,9 +176,11 @@ class MeasuredCosts:
         )
 
     def exposed_gradient_sync(self, seconds: float, backward_seconds: float) -> float:
-        """All of it: the executor reduces gradients after the last backward pass."""
-        del backward_seconds
-        return seconds
+        """On CPUs all of it, since sums would take the cores from computing; on GPUs what the executor's overlap
+        leaves, which no profile measures yet.
+        """
+        hidden = stack("plait").gradient_overlap * min(seconds, backward_seconds) if self._on_gpu else 0.0
+        return seconds - hidden
 
 
 def _selective_share(module: Module, block_tokens: int, seq_len: int, units: Interval) -> float:

@@ -264,13 +264,19 @@ class PlanMemory:
             activations += group.count * activation_bytes(group.module, share, precision, group.placement.recompute)
             working = max(working, working_bytes(group.module, share, precision, group.placement.recompute))
         weight = WEIGHT_BYTES[precision]
+        # Sharded buckets are scattered and gathered when activations are gone; a chunk is on its way in and out at
+        # every edge of the pipeline.
+        sharding = max(0, self._gathered[member] * weight - held * activations - working)
+        chunk = ACTIVATION_BYTES[precision] * (cuts[member[2] + 1] - cuts[member[2]]) * self._plan.model.hidden
+        num_stages = len(self._plan.pipelines[member[0]].stages)
+        edges = (member[1] > 0) + (member[1] < num_stages - 1)
         return MemoryTerms(
             weights=(self._held[member] + self._copied.get(member, 0)) * weight,
             gradients=self._held[member] * GRADIENT_BYTES,
             optimizer=round(self.owned[member] * _state_bytes(precision)),
             activations=held * activations,
             working=working,
-            communication=self._gathered[member] * weight,
+            communication=sharding + 2 * edges * chunk,
             reserved=self._reserved_bytes,
         )
 

@@ -25,8 +25,8 @@ from executor.clock import Clock
 from executor.collectives import Block
 from executor.layout import ModuleLayout, tensor_holdings
 from executor.modules import StageModule, build_module
-from specs.layout import Interval
-from specs.model import Attention, Embedding, Head, Mlp, Module, Norm
+from specs.layout import Interval, balanced_cuts
+from specs.model import Attention, Embedding, Head, Mlp, Module, Norm, num_units
 from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Stage
 from tests.layouts import ReplicaShape, StageShape, build, small_model
 from tests.plans import plan, tiny_model
@@ -66,6 +66,7 @@ def kept_bytes(module: Module, share: Share, seq_len: int, recompute: Recompute)
         module=module,
         placement=ModulePlacement(module="module", blocks=(share.degree,), recompute=recompute),
         units=share.units,
+        unit_cuts=balanced_cuts(num_units(module), share.degree),
         block_ranks=tuple(range(share.degree)),
         position=0,
         token_counts=(share.chunk_tokens,) * share.degree,
