@@ -73,7 +73,7 @@ def _fullest(chain: Chain, grid: Grid, source: OptionSource, menu: Menu, path: l
             activation += counts[kind] * grid.in_flight(stage) * table.activation[option]
             working = max(working, float(table.working.min()))
             degree = max(degree, menu.options[kind][option].degree)
-        reserved = source.costs.reserved_bytes + source.gathered_bytes(grid)
+        reserved = source.costs.reserved_bytes + source.edge_bytes(grid)
         total = static + activation + working + reserved
         found.append(LeastMemory(total, grid, stage, static, activation, working + reserved, degree))
     return max(found, key=lambda stage: stage.total_bytes)

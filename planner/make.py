@@ -158,9 +158,6 @@ def _nothing_found(
             "with --freedom uniform."
         )
     training = problem.training
-    if searcher.source.unmeasured:
-        reason = next(iter(searcher.source.unmeasured.values()))
-        return BadInputError(f"nothing can be priced: {reason}")
     if not searcher.grids:
         return BadInputError(
             f"global batch {training.global_batch} cannot be divided: {searcher.topology.num_ranks} ranks in up to "
@@ -168,6 +165,8 @@ def _nothing_found(
             f"whose number does not divide it. Use a multiple of {searcher.topology.num_ranks}."
         )
     least = least_of_all(searcher.chain, searcher.grids, searcher.source)
+    if least is None and searcher.source.unmeasured:
+        return BadInputError(f"nothing can be priced: {next(iter(searcher.source.unmeasured.values()))}")
     if least is None:
         return BadInputError(
             f"no layout of {searcher.topology.num_ranks} ranks divides global batch {training.global_batch} and the "

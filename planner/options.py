@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.flops import largest_units, local_kv_heads
 from cost_models.interface import CostModel, ModuleCost
-from cost_models.memory import ACTIVATION_BYTES, WEIGHT_BYTES, static_bytes
+from cost_models.memory import ACTIVATION_BYTES, WEIGHT_BYTES, activation_bytes, static_bytes, working_bytes
+from cost_models.share import Share
 from planner.chain import Chain
 from planner.layout import Option
 from planner.rates import Rates
@@ -72,12 +72,15 @@ class _Passes(NamedTuple):
     spread: float
     activation: float
     working: float
+    mean_activation: float
+    least_working: float
 
 
 class _Static(NamedTuple):
-    """What an option holds: bytes, and elements whose optimizer state the rank owns."""
+    """What an option holds: bytes on the fullest rank and on average, elements whose optimizer state a rank owns."""
 
     total: float
+    mean: float
     owned: float
 
 
@@ -102,12 +105,17 @@ class OptionSource:
         self._known: dict[tuple[int, int, int, str], _Passes | None] = {}
         self._held: dict[tuple[int, int, int, int], _Static] = {}
 
-    def menu(self, grid: Grid, restriction: Restriction) -> Menu | None:
-        """The options at a grid point; None when some module has none."""
+    def menu(self, grid: Grid, restriction: Restriction, *, optimistic: bool = False) -> Menu | None:
+        """The options at a grid point; None when some module has none.
+
+        Memory is that of each module's fullest rank: never below the price, and above it where shares are unequal
+        and the ranks that have more of one module have less of another.  `optimistic` takes means over ranks, which
+        no fullest rank is below.
+        """
         options: list[tuple[Option, ...]] = []
         tables = []
         for kind, module in enumerate(self.chain.modules):
-            rows = list(self._rows(kind, module, grid, restriction))
+            rows = list(self._rows(kind, module, grid, restriction, optimistic))
             if not rows:
                 return None
             costs = np.array([row[1] for row in rows])
@@ -120,8 +128,7 @@ class OptionSource:
         """Seconds between neighbouring stages of the first replica."""
         key = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, grid.micro_batch)
         if key not in self._transfers:
-            tokens = -(-grid.micro_batch * self.training.seq_len // grid.num_ranks)
-            payload = tokens * self.chain.modules[0].hidden * ACTIVATION_BYTES[self.training.precision]
+            payload = round(self._chunk_bytes(grid))
             firsts = [grid.stage_positions(stage)[0, 0] for stage in range(grid.num_stages)]
             self._transfers[key] = tuple(
                 self.costs.collective(
@@ -134,20 +141,24 @@ class OptionSource:
             )
         return self._transfers[key]
 
-    def gathered_bytes(self, grid: Grid) -> float:
-        """Buffer in which sharded weights are gathered: the largest bucket there can be."""
-        if not grid.zero:
-            return 0.0
-        return float(min(BUCKET_ELEMENTS, self.num_elements) * WEIGHT_BYTES[self.training.precision])
+    def edge_bytes(self, grid: Grid) -> float:
+        """Chunks on their way in and out at both edges of a stage; the first and the last stage have one edge less."""
+        return 4.0 * self._chunk_bytes(grid) if grid.num_stages > 1 else 0.0
+
+    def _chunk_bytes(self, grid: Grid) -> float:
+        tokens = -(-grid.micro_batch * self.training.seq_len // grid.num_ranks)
+        return float(tokens * self.chain.modules[0].hidden * ACTIVATION_BYTES[self.training.precision])
 
     def _rows(
-        self, kind: int, module: Module, grid: Grid, restriction: Restriction
+        self, kind: int, module: Module, grid: Grid, restriction: Restriction, optimistic: bool
     ) -> Iterator[tuple[Option, tuple[float, ...]]]:
         """Options with their entries, in the order of `OptionTable`."""
         modes = _MODES[module.kind]
         if restriction.recompute is not None:
             available = restriction.recompute in modes and not isinstance(module, Head)
             modes = (restriction.recompute,) if available else ("none",)
+        outer = isinstance(module, Embedding | Head) and grid.num_stages > 1
+        one_edge_less = 2.0 * self._chunk_bytes(grid) if outer else 0.0
         reads = isinstance(module, Embedding) or (isinstance(module, Head) and grid.num_stages > 1)
         data = self.costs.overhead.data_seconds_per_sequence * grid.micro_batch if reads else 0.0
         for degree in restriction.degrees if restriction.degrees is not None else divisors(grid.num_ranks):
@@ -172,9 +183,9 @@ class OptionSource:
                         sync,
                         held.owned * self.rates.update,
                         passes.spread,
-                        held.total,
-                        passes.activation,
-                        passes.working,
+                        (held.mean if optimistic else held.total) - one_edge_less,
+                        passes.mean_activation if optimistic else passes.activation,
+                        passes.least_working if optimistic else passes.working,
                     ),
                 )
 
@@ -182,16 +193,24 @@ class OptionSource:
         key = (kind, degree, num_copies, zero)
         if key not in self._held:
             module, precision = self.chain.modules[kind], self.training.precision
-            held = [
-                static_bytes(module, degree=degree, num_copies=num_copies, precision=precision, zero=zero, units=units)
-                for units in distinct_shares(module, degree)
-            ]
+            shares = all_shares(module, degree)
+            by_share = {
+                units: static_bytes(
+                    module, degree=degree, num_copies=num_copies, precision=precision, zero=zero, units=units
+                )
+                for units in set(shares)
+            }
             state_bytes = 8 if precision == "fp32" else 12  # per element: two moments, and master weights beside bf16
-            owned = min(item.optimizer for item in held) / state_bytes
-            if self.tied and isinstance(module, Embedding | Head) and zero:
-                owned /= 2.0  # the ranks of both modules share the tied weight's state
+            owned = min(item.optimizer for item in by_share.values()) / state_bytes
+            mean = sum(by_share[units].total for units in shares) / degree
+            if self.tied and isinstance(module, Embedding | Head):
+                if zero:
+                    owned /= 2.0  # the ranks of both modules share the tied weight's state
+                if isinstance(module, Head):
+                    mean = owned = 0.0  # in one stage, cut alike, it is the embedding's
             copied = copied_elements(module, degree) * WEIGHT_BYTES[precision]
-            self._held[key] = _Static(float(max(item.total for item in held) + copied), owned)
+            fullest = float(max(item.total for item in by_share.values()) + copied)
+            self._held[key] = _Static(fullest, mean, owned)
         return self._held[key]
 
     def _passes(self, kind: int, degree: int, block_tokens: int, recompute: Recompute) -> _Passes | None:
@@ -200,7 +219,8 @@ class OptionSource:
         key = (kind, degree, block_tokens, recompute)
         if key not in self._known:
             module = self.chain.modules[kind]
-            shares = distinct_shares(module, degree)
+            shares, precision = distinct_shares(module, degree), self.training.precision
+            held = [Share.of(module, degree, block_tokens, units) for units in shares]
             try:
                 costs = [self._cost(module, degree, block_tokens, recompute, level, units) for units in shares]
             except BadInputError as error:
@@ -211,8 +231,14 @@ class OptionSource:
                     forward=max(cost.forward_seconds + cost.forward_communication_seconds for cost in costs),
                     backward=max(cost.backward_seconds + cost.backward_communication_seconds for cost in costs),
                     spread=max(cost.forward_seconds**2 + cost.backward_seconds**2 for cost in costs),
-                    activation=float(max(cost.activation_bytes for cost in costs)),
-                    working=float(max(cost.working_bytes for cost in costs)),
+                    activation=float(max(activation_bytes(module, own, precision, recompute) for own in held)),
+                    working=float(max(working_bytes(module, own, precision, recompute) for own in held)),
+                    mean_activation=sum(
+                        activation_bytes(module, Share.of(module, degree, block_tokens, units), precision, recompute)
+                        for units in all_shares(module, degree)
+                    )
+                    / degree,
+                    least_working=float(min(working_bytes(module, own, precision, recompute) for own in held)),
                 )
         return self._known[key]
 
@@ -229,6 +255,13 @@ class OptionSource:
             level=level,
             units=None if largest else units,
         )
+
+
+@lru_cache(maxsize=4096)
+def all_shares(module: Module, degree: int) -> tuple[Interval, ...]:
+    """Every rank's interval of units in an evenly cut block."""
+    cuts = balanced_cuts(num_units(module), degree)
+    return tuple(interval_of(cuts, part) for part in range(degree))
 
 
 @lru_cache(maxsize=4096)

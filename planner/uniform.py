@@ -31,7 +31,7 @@ class UniformSearch:
         self._boundaries = boundaries
         self._menu = source.menu(grid, Restriction((grid.num_ranks,), mode))
         self.divides = self._menu is not None
-        self.fits = self._menu is not None and self._memory() <= capacity - source.gathered_bytes(grid)
+        self.fits = self._menu is not None and self._memory() <= capacity - source.edge_bytes(grid)
 
     @cached_property
     def _counts(self) -> npt.NDArray[np.int64]:
