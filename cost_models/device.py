@@ -195,7 +195,6 @@ class DeviceCosts:
         memory = self._device.memory_bytes_per_second * self._efficiency.memory_efficiency
         return num_elements * self._stack.optimizer_bytes_per_element / memory
 
-    def exposed_gradient_sync(self, seconds: float, backward_seconds: float) -> float:
+    def exposed_gradient_sync(self, seconds: float, backward_seconds: float, *, sharded: bool = False) -> float:
         """What the stack's overlap with one backward pass leaves."""
-        hidden = self._stack.gradient_overlap * min(seconds, backward_seconds)
-        return seconds - hidden
+        return self._stack.exposed(seconds, backward_seconds, sharded=sharded)

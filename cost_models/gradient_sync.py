@@ -21,8 +21,8 @@ def sync_end(
 ) -> float:
     """Seconds from the start of the step until every gradient is summed (and sharded weights are gathered again).
 
-    A bucket starts when the slowest of its holders has finished its passes.  All-reduces hide beside the last
-    backward pass as far as the cost model allows; sharded buckets do not.  The update itself is left out here.
+    A bucket starts when the slowest of its holders has finished its passes.  Collectives hide beside the last
+    backward pass as far as the cost model allows.  The update itself is left out here.
     """
     finish: defaultdict[tuple[int, int], float] = defaultdict(float)
     last_backward: dict[tuple[int, int], float] = {}
@@ -32,18 +32,21 @@ def sync_end(
             finish[key] = max(finish[key], seconds)
             last_backward[key] = item.stages[stage].backward
     ready: defaultdict[Member, float] = defaultdict(float)
-    hideable: defaultdict[Member, float] = defaultdict(float)
-    exposed: defaultdict[Member, float] = defaultdict(float)
+    whole: defaultdict[Member, float] = defaultdict(float)
+    sharded: defaultdict[Member, float] = defaultdict(float)
     for bucket in buckets:
         seconds = bucket_seconds(costs, topology, bucket, plan.training.precision)
         together = max(finish[pipeline, stage] for pipeline, stage, _ in bucket.members)
         for member in bucket.members:
             ready[member] = max(ready[member], together if seconds else finish[member[0], member[1]])
-            (exposed if bucket.zero else hideable)[member] += seconds
-    return max(
-        start + exposed[member] + costs.exposed_gradient_sync(hideable[member], last_backward[member[0], member[1]])
-        for member, start in ready.items()
-    )
+            (sharded if bucket.zero else whole)[member] += seconds
+
+    def exposed(member: Member) -> float:
+        beside = last_backward[member[0], member[1]]
+        left = costs.exposed_gradient_sync(whole[member], beside)
+        return left + costs.exposed_gradient_sync(sharded[member], beside, sharded=True)
+
+    return max(start + exposed(member) for member, start in ready.items())
 
 
 def bucket_seconds(costs: CostModel, topology: Topology, bucket: Bucket, precision: Precision) -> float:

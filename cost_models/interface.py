@@ -99,6 +99,9 @@ class CostModel(Protocol):
         """Clipping, AdamW and write-back of that many elements on one rank."""
         ...
 
-    def exposed_gradient_sync(self, seconds: float, backward_seconds: float) -> float:
-        """What remains of `seconds` of gradient collectives beside a last backward pass of `backward_seconds`."""
+    def exposed_gradient_sync(self, seconds: float, backward_seconds: float, *, sharded: bool = False) -> float:
+        """What remains of `seconds` of gradient collectives beside a last backward pass of `backward_seconds`.
+
+        `sharded`: they are reduce-scatters and all-gathers of a sharded optimizer, which not every stack overlaps.
+        """
         ...

@@ -175,12 +175,11 @@ class MeasuredCosts:
             [float(n) for n, _ in self._optimizer], [seconds for _, seconds in self._optimizer], num_elements
         )
 
-    def exposed_gradient_sync(self, seconds: float, backward_seconds: float) -> float:
+    def exposed_gradient_sync(self, seconds: float, backward_seconds: float, *, sharded: bool = False) -> float:
         """On CPUs all of it, since sums would take the cores from computing; on GPUs what the executor's overlap
         leaves, which no profile measures yet.
         """
-        hidden = stack("plait").gradient_overlap * min(seconds, backward_seconds) if self._on_gpu else 0.0
-        return seconds - hidden
+        return stack("plait").exposed(seconds, backward_seconds, sharded=sharded) if self._on_gpu else seconds
 
 
 def _selective_share(module: Module, block_tokens: int, seq_len: int, units: Interval) -> float:

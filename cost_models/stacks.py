@@ -21,10 +21,17 @@ class Stack:
     source: str
     tensor_overlap: float
     gradient_overlap: float
+    shards_overlap: bool  # whether a sharded optimizer's collectives overlap too
     optimizer_bytes_per_element: float
     reserved_bytes: int
     jitter: float
     overhead: StepOverhead
+
+    def exposed(self, seconds: float, backward_seconds: float, *, sharded: bool) -> float:
+        """Gradient collectives of `seconds` that one backward pass does not hide."""
+        if sharded and not self.shards_overlap:
+            return seconds
+        return seconds - self.gradient_overlap * min(seconds, backward_seconds)
 
 
 @cache
