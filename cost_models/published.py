@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cost_models.device import efficiencies
+from cost_models.frameworks import frameworks
 from specs.errors import BadInputError
 
 Recompute = Literal["none", "selective", "full"]
@@ -101,9 +104,12 @@ def _row(path: Path, line: int, cells: Mapping[str, str]) -> Row:
         if not text:
             return None
         try:
-            return float(text)
+            value = float(text)
         except ValueError:
-            raise BadInputError(f"{path}, line {line}, column {name}: {text!r} is not a number.") from None
+            value = math.nan
+        if not math.isfinite(value):
+            raise BadInputError(f"{path}, line {line}, column {name}: {text!r} is not a number.")
+        return value
 
     step, basis = number("measured_step_time_s"), (cells.get("derived_basis") or "")
     derived = number("derived_step_time_s")
@@ -142,7 +148,10 @@ def _run(cells: Mapping[str, str], number: Callable[[str], float | None]) -> tup
     gpu = gpu_name(cells["gpu"])
     if gpu is None:
         return None, f"no data for the GPU {cells['gpu']!r}"
-    cp = int(number("cp") or 1)
+    precision: Literal["bf16", "fp8"] = "fp8" if "fp8" in (cells.get("precision") or "") else "bf16"
+    if gpu in efficiencies() and precision not in efficiencies()[gpu].matrix_efficiency:
+        return None, f"no fp8 rate for {gpu}"
+    cp = max(1, int(number("cp") or 1))
     product = values["tp"] * values["pp"] * values["dp"] * cp
     if product != values["n_gpus"]:
         return None, f"tp x pp x dp x cp = {product} is not the number of GPUs, {values['n_gpus']}"
@@ -159,7 +168,10 @@ def _run(cells: Mapping[str, str], number: Callable[[str], float | None]) -> tup
         shard_size = min(int(sized.group(1)), values["dp"]) if sized and sized.group(1) != "2" else shard_size
     elif zero.startswith(("1", "2")):
         sharding = "optimizer"
-    gated, per_node = number("gated_mlp"), int(number("gpus_per_node") or 8)
+    stack = (cells.get("stack") or "").strip() or stack_of(gpu, zero, schedule)
+    if stack not in frameworks():
+        return None, f"no parameters for the software stack {stack!r} (there are for {', '.join(frameworks())})"
+    gated, per_node = number("gated_mlp"), max(1, int(number("gpus_per_node") or 8))
     return (
         Run(
             id=cells["id"],
@@ -167,10 +179,10 @@ def _run(cells: Mapping[str, str], number: Callable[[str], float | None]) -> tup
             layers=values["layers"],
             hidden=values["hidden"],
             heads=values["heads"],
-            kv_heads=int(number("kv_heads") or values["heads"]),
+            kv_heads=max(1, int(number("kv_heads") or values["heads"])),
             ffn=values["ffn_hidden"],
             gated=bool(gated),
-            vocab=int(number("vocab") or DEFAULT_VOCAB),
+            vocab=max(1, int(number("vocab") or DEFAULT_VOCAB)),
             seq_len=values["seq_len"],
             gpu=gpu,
             num_gpus=values["n_gpus"],
@@ -180,17 +192,17 @@ def _run(cells: Mapping[str, str], number: Callable[[str], float | None]) -> tup
             pp=values["pp"],
             dp=values["dp"],
             cp=cp,
-            chunks=int(number("vpp") or 1),
+            chunks=max(1, int(number("vpp") or 1)),
             sequence_parallel=bool(number("sequence_parallel")),
             micro_batch=values["micro_batch"],
             global_batch=values["global_batch"],
             recompute=_recompute(recompute),
             sharding=sharding,
             shard_size=shard_size,
-            precision="fp8" if "fp8" in (cells.get("precision") or "") else "bf16",
+            precision=precision,
             fp32_gradients="fp32 grads" in (cells.get("precision") or ""),
             schedule=schedule,
-            stack=(cells.get("stack") or "").strip() or stack_of(gpu, zero, schedule),
+            stack=stack,
             out_of_memory="OOM ROW" in (cells.get("notes") or ""),
         ),
         "",
@@ -204,18 +216,12 @@ def _recompute(text: str) -> Recompute | None:
 
 
 def gpu_name(text: str) -> str | None:
-    """Name in the shipped device data; None if there is none."""
-    for prefix, name in (
-        ("A100-40G", "A100-40G"),
-        ("A100", "A100-80G"),
-        ("H100-96G", "H100-500W"),
-        ("H100", "H100"),
-        ("H200", "H200"),
-        ("GB200", "GB200"),
-        ("B200", "B200"),
-    ):
+    """Name in the shipped device data; None if there is none.  An A100 without its memory is the one of 80 GB."""
+    special = {"A100-40G": "A100-40G", "A100": "A100-80G", "H100-96G": "H100-500W"}
+    names = special | {name: name for name in efficiencies()}
+    for prefix in sorted(names, key=len, reverse=True):
         if text.startswith(prefix):
-            return name
+            return names[prefix]
     return None
 
 

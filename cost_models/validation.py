@@ -78,6 +78,8 @@ def validate(path: Path) -> Validation:
 
 def _predicted(row: Row) -> list[ValidationRow]:
     def entry(quantity: Quantity, measured: float | None, predicted: float | None, problem: str = "") -> ValidationRow:
+        if not problem and measured is not None and measured <= 0.0:
+            problem = f"the measured value {measured:g} is not positive"
         if problem or measured is None or predicted is None:
             return ValidationRow(row.id, row.source_group, row.gpu, quantity, measured, skipped=problem)
         error = predicted / measured - 1.0

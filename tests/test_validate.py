@@ -146,6 +146,10 @@ def test_network_rates(text: str, per_node: int, expected: float | None) -> None
 
 def test_gpu_names() -> None:
     assert gpu_name("H100-96G-HBM2e-500W") == "H100-500W"
+    assert gpu_name("H100-80G") == "H100"
+    assert gpu_name("A100-SXM") == "A100-80G"
+    assert gpu_name("GB300-288G") == "GB300"
+    assert gpu_name("MI300X-192G") == "MI300X"
     assert gpu_name("TPU v4") is None
 
 
@@ -169,6 +173,43 @@ def test_bad_tables_are_refused(tmp_path: Path) -> None:
         writer.writerow({**next(reader), "layers": "many"})
     with pytest.raises(BadInputError, match="line 2, column layers: 'many' is not a number"):
         validate(broken)
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "0.5", "1e9", ""])
+def test_strange_numbers_never_crash(tmp_path: Path, value: str) -> None:
+    """One column after the other of one good row spoiled: predicted, or listed with a reason."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        good = next(row for row in reader if row["id"] == "seqsel-175B-sel")
+        names = list(reader.fieldnames or ())
+    strange = tmp_path / "strange.csv"
+    numeric = [name for name in names if name != "id" and good[name].replace(".", "").isdigit()]
+    assert len(numeric) > 15
+    with strange.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows({**good, name: value, "id": name} for name in numeric)
+    assert {row.id for row in validate(strange).rows} == set(numeric)
+
+
+def test_rows_without_parameters_are_listed(tmp_path: Path) -> None:
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        good = next(row for row in reader if row["id"] == "seqsel-175B-sel")
+        names = [*(reader.fieldnames or ()), "stack"]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerow({**good, "stack": "homemade"})
+        writer.writerow({**good, "precision": "fp8"})
+        writer.writerow({**good, "gpu": "TPU v4"})
+        writer.writerow({**good, "stack": "megatron-core"})
+    reasons = [row.skipped for row in validate(path).rows]
+    assert "software stack 'homemade'" in (reasons[0] or "")
+    assert reasons[1] == "no fp8 rate for A100-80G"
+    assert reasons[2] == "no data for the GPU 'TPU v4'"
+    assert reasons[3] is None
 
 
 def test_command_prints_tables_and_json() -> None:
