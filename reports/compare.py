@@ -201,9 +201,11 @@ def explain(step_time: Row, terms: dict[str, Row]) -> str:
         f"{TERM_NAMES[name]} ({seconds(row.measured.median)} measured, {seconds(row.predicted)} predicted: "
         f"{seconds(abs(row.difference))} {'more' if row.difference > 0 else 'less'}"
     )
-    if gap * row.difference > 0 and abs(row.difference) <= abs(gap) * (1 + 1e-9):
-        return f"{total}; the largest part of that is {part}, {percent(row.difference / gap)} of the gap)."
-    return f"{total}; the largest single difference is {part}), which other terms outweigh or cancel in part."
+    if gap * row.difference <= 0:
+        return f"{total}; the largest single difference goes the other way: {part}), and other terms outweigh it."
+    share = row.difference / gap
+    offset = "; other terms offset some of it" if share > 1.005 else ""
+    return f"{total}; the largest part of that is {part}, {percent(share)} of the gap{offset})."
 
 
 def _notes(plan: Plan, records: Sequence[Record], account: Account, has_memory: bool) -> tuple[str, ...]:

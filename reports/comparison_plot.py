@@ -33,9 +33,8 @@ def draw(comparison: Comparison, path: Path) -> None:
     for position, (_, parts) in enumerate(columns):
         bottom = 0.0
         for name, value in parts.items():
-            if not any(column[name] for _, column in columns):
-                continue
-            label = TERM_NAMES[name] if position == 0 else None
+            visible = any(column[name] > 0.002 * tallest for _, column in columns)
+            label = TERM_NAMES[name] if position == 0 and visible else None
             axes.bar(position, value * 1e3, 0.62, bottom=bottom * 1e3, color=COLOURS[name], label=label)
             if value > 0.04 * tallest:
                 ink = "white" if name in DARK else "black"
@@ -44,7 +43,7 @@ def draw(comparison: Comparison, path: Path) -> None:
             bottom += value
     measured = comparison.step_time.measured
     axes.errorbar(
-        1,
+        1.4,  # beside the bar, clear of its labels
         measured.median * 1e3,
         yerr=[[(measured.median - measured.p10) * 1e3], [(measured.p90 - measured.median) * 1e3]],
         color="black",

@@ -24,7 +24,7 @@ def render(comparison: Comparison) -> RenderableType:
     ]
     notes = comparison.notes
     if comparison.estimated:
-        notes = ("The prediction rests in part on datasheets, not on a profile of this cluster.", *notes)
+        notes = ("At least one predicted number is an estimate, not measured on this cluster.", *notes)
     parts += [Text(f"note: {note}", style="yellow") for note in notes]
     return Group(*parts)
 
