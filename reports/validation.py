@@ -35,7 +35,8 @@ def render(validation: Validation) -> RenderableType:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", header_style="dim", no_wrap=bool(number))
+        side, overflow = ("right", "ellipsis") if number else ("left", "fold")
+        table.add_column(column, justify=side, header_style="dim", no_wrap=bool(number), overflow=overflow)  # type: ignore[arg-type]
     return table
 
 

@@ -79,3 +79,23 @@ def test_what_is_not_shipped_is_refused() -> None:
         device_costs(shipped("h100"), TRAINING, stack="none")
     with pytest.raises(BadInputError, match="A100-80G has no shipped data for fp8"):
         device_costs(shipped("a100"), TRAINING.model_copy(update={"precision": "fp8"}))
+
+
+def test_stacks_differ_by_what_they_overlap() -> None:
+    """Nothing is hidden by `plain`; a sharded optimizer's collectives by `megatron` but not by `plait`."""
+    by_stack = {name: device_costs(shipped("h100"), TRAINING, stack=name) for name in ("plain", "plait", "megatron")}
+
+    def left(name: str, *, sharded: bool, backward: float = 10.0) -> float:
+        return by_stack[name].exposed_gradient_sync(1.0, backward, sharded=sharded)
+
+    assert left("plain", sharded=False) == left("plait", sharded=True) == 1.0
+    assert 0.0 < left("plait", sharded=False) < 1.0
+    assert left("megatron", sharded=True) == left("megatron", sharded=False) < 1.0
+    assert left("megatron", sharded=True, backward=0.1) > 0.9
+    communication = [
+        by_stack[name]
+        .module(MLP, degree=8, block_tokens=8192, seq_len=4096, recompute="none", level="scale_up")
+        .forward_communication_seconds
+        for name in ("megatron", "plait")
+    ]
+    assert communication[0] < communication[1]
