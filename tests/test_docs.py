@@ -22,7 +22,7 @@ from specs.profile import Profile
 from specs.runlog import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 KINDS = {"model": ModelSpec, "cluster": ClusterSpec, "plan": Plan, "profile": Profile}
 
 
