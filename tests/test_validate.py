@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,15 @@ def test_step_time_of_published_runs(validation: Validation) -> None:
 
 def test_memory_of_published_runs(validation: Validation) -> None:
     assert summary(validation, "all", "peak_memory_bytes").median_absolute_error <= 0.05
+
+
+def test_memory_of_megatrons_ci_runs() -> None:
+    script = TABLE.parents[1] / "goldens.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=TABLE.parents[2], check=True)
+    first = re.match(r"all +(\d+) rows, median error ([\d.]+)%", done.stdout)
+    assert first is not None
+    assert int(first.group(1)) > 300
+    assert float(first.group(2)) <= 5.0
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
