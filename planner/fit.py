@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from cost_models.interface import CostModel
 from planner.chain import NO_CONTENT, Chain
 from planner.options import Menu, OptionSource, Restriction
 from planner.space import Grid, Topology, enumerate_grids
+from planner.stage import OptionTable
 from specs.cluster import ClusterSpec
 from specs.errors import BadInputError
 from specs.plan import TrainingSpec
 
 GIB = 2.0**30
+IMPOSSIBLE = 1e30  # bytes; a number that may be multiplied by a count of 0
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -39,14 +44,12 @@ def least_memory(chain: Chain, grid: Grid, source: OptionSource) -> LeastMemory 
     menu = source.menu(grid, Restriction())
     if menu is None:
         return None
-    working = np.array([table.working.min() for table in menu.tables])
-    peak = np.where(chain.counts > 0, working, 0.0).max(axis=1)
     reach = np.full(chain.num_positions, np.inf)
     reach[0] = 0.0
-    origins = []
+    origins, limits = [], []
     for stage in range(grid.num_stages):
-        held = np.array([(t.static + grid.in_flight(stage) * t.activation).min() for t in menu.tables])
-        needs = chain.counts @ held + peak
+        needs, limit = _least_bytes(menu, chain.counts, grid.in_flight(stage))
+        limits.append(limit)
         matrix = np.where(chain.contents == NO_CONTENT, np.inf, needs[chain.contents])
         worse = np.maximum(reach[:, None], matrix)
         origins.append(worse.argmin(axis=0))
@@ -56,27 +59,47 @@ def least_memory(chain: Chain, grid: Grid, source: OptionSource) -> LeastMemory 
     path = [chain.num_positions - 1]
     for origin in reversed(origins):
         path.insert(0, int(origin[path[0]]))
-    return _fullest(chain, grid, source, menu, path)
+    contents = [int(chain.contents[start, stop]) for start, stop in pairwise(path)]
+    reserved = source.costs.reserved_bytes + source.edge_bytes(grid)
+    stages = [
+        _terms(chain.counts[content], grid, stage, menu, float(limits[stage][content]), reserved)
+        for stage, content in enumerate(contents)
+    ]
+    return max(stages, key=lambda stage: stage.total_bytes)
 
 
-def _fullest(chain: Chain, grid: Grid, source: OptionSource, menu: Menu, path: list[int]) -> LeastMemory:
-    """Terms of the fullest stage on a path, every module taking its smallest option."""
-    found = []
-    for stage in range(grid.num_stages):
-        counts = chain.counts[chain.contents[path[stage], path[stage + 1]]]
-        static = activation = working = 0.0
-        degree = 1
-        for kind in np.flatnonzero(counts).tolist():
-            table = menu.tables[kind]
-            option = int((table.static + grid.in_flight(stage) * table.activation).argmin())
-            static += counts[kind] * table.static[option]
-            activation += counts[kind] * grid.in_flight(stage) * table.activation[option]
-            working = max(working, float(table.working.min()))
-            degree = max(degree, menu.options[kind][option].degree)
-        reserved = source.costs.reserved_bytes + source.edge_bytes(grid)
-        total = static + activation + working + reserved
-        found.append(LeastMemory(total, grid, stage, static, activation, working + reserved, degree))
-    return max(found, key=lambda stage: stage.total_bytes)
+def _least_bytes(menu: Menu, counts: npt.NDArray[np.int64], in_flight: int) -> tuple[Floats, Floats]:
+    """Least bytes of every content, and the largest working memory at which they are reached."""
+    best, at = np.full(len(counts), np.inf), np.zeros(len(counts))
+    for limit in np.unique(np.concatenate([table.working for table in menu.tables])).tolist():
+        held = np.array([_held(table, in_flight, limit).min() for table in menu.tables])
+        needs = counts @ np.minimum(held, IMPOSSIBLE) + limit
+        at = np.where(needs < best, limit, at)
+        best = np.minimum(best, needs)
+    best[best >= IMPOSSIBLE] = np.inf
+    return best, at
+
+
+def _held(table: OptionTable, in_flight: int, limit: float) -> Floats:
+    """Bytes of each option that stay; `inf` for those that work with more than `limit`."""
+    held: Floats = np.where(table.working <= limit, table.static + in_flight * table.activation, np.inf)
+    return held
+
+
+def _terms(
+    counts: npt.NDArray[np.int64], grid: Grid, stage: int, menu: Menu, limit: float, reserved: float
+) -> LeastMemory:
+    static = activation = 0.0
+    degree = 1
+    for kind in np.flatnonzero(counts).tolist():
+        table = menu.tables[kind]
+        option = int(_held(table, grid.in_flight(stage), limit).argmin())
+        static += counts[kind] * table.static[option]
+        activation += counts[kind] * grid.in_flight(stage) * table.activation[option]
+        degree = max(degree, menu.options[kind][option].degree)
+    return LeastMemory(
+        static + activation + limit + reserved, grid, stage, static, activation, limit + reserved, degree
+    )
 
 
 def least_of_all(chain: Chain, grids: list[Grid], source: OptionSource) -> LeastMemory | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.interface import CostModel
 from cost_models.step import price
@@ -174,10 +175,12 @@ def _nothing_found(
         )
     reserved = searcher.source.costs.reserved_bytes
     chain = make_chain(problem.model)
-    changes = [f"--memory-cap {least.total_bytes / GIB + 0.05:.1f}GiB"]
+    needed = f"{math.ceil(10.0 * least.total_bytes / GIB) / 10.0:.1f}"
+    device = _memory_bytes(replace(problem, memory_cap_bytes=None))
+    changes = [f"--memory-cap {needed}GiB" if least.total_bytes <= device else f"devices with {needed} GiB"]
     changes += changes_that_fit(problem.cluster, training, make_costs, chain, memory_bytes)
     return NoPlanFitsError(
-        f"no plan fits {memory_bytes / GIB:.1f} GiB: stage {least.stage} needs {least.total_bytes / GIB:.1f} GiB even "
+        f"no plan fits {memory_bytes / GIB:.1f} GiB: stage {least.stage} needs {needed} GiB even "
         f"with pp={least.grid.num_stages}, tp={least.degree}, dp={least.grid.num_replicas}, micro-batch "
         f"{least.grid.micro_batch} and full recompute (weights, gradients and optimizer "
         f"{least.static_bytes / GIB:.1f}, activations {least.activation_bytes / GIB:.1f}, working "

@@ -67,11 +67,11 @@ class Rates:
 
         def seconds(num_elements: int) -> float:
             if zero:
-                return self._collective(span, "reduce_scatter", GRADIENT_BYTES * num_elements) + self._collective(
-                    span, "all_gather", self._weight_bytes * num_elements
-                )
-            whole = self._collective(span, "all_reduce", GRADIENT_BYTES * num_elements)
-            return self._costs.exposed_gradient_sync(whole, LONG_SECONDS)
+                whole = self._collective(span, "reduce_scatter", GRADIENT_BYTES * num_elements)
+                whole += self._collective(span, "all_gather", self._weight_bytes * num_elements)
+            else:
+                whole = self._collective(span, "all_reduce", GRADIENT_BYTES * num_elements)
+            return self._costs.exposed_gradient_sync(whole, LONG_SECONDS, sharded=bool(zero))
 
         rate = seconds(full) / full
         sizes = {max(1, most >> shift) for shift in range(12)}
