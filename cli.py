@@ -219,6 +219,38 @@ def estimate(
 
 
 @app.command()
+def explain(
+    plan: Annotated[Path, typer.Argument(help="plan.json from `plait plan`.")],
+    module: Annotated[str | None, typer.Option(help="One module, e.g. layer.3.mlp; default: one of each kind.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made with, if any.")] = None,
+) -> None:
+    """Say why every module runs as it does: what each other degree and recomputation would cost in time and memory."""
+    from rich.console import Console
+
+    from planner.start import explain_plan
+    from reports.explain import render_explanation
+
+    found = explain_plan(plan, profile, module)
+    rows = [(item.module, item.count, item.stage, item.neighbours) for item in found.modules]
+    Console(highlight=False).print(render_explanation(found.free_bytes, rows))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A plan file.")],
+    b: Annotated[Path, typer.Argument(help="Another plan file.")],
+) -> None:
+    """Show how two plans differ: shape, modules, predicted time and memory."""
+    from rich.console import Console
+
+    from reports.explain import render_difference
+    from specs.base import load_document
+    from specs.plan import Plan
+
+    Console(highlight=False).print(render_difference(load_document(Plan, a, "plan"), load_document(Plan, b, "plan")))
+
+
+@app.command()
 def compare(
     run: Annotated[Path, typer.Argument(help="Run folder that `plait train --out` made.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -11,6 +11,7 @@ from pathlib import Path
 from cost_models.interface import CostModel
 from cost_models.sources import device_costs, measured_costs
 from cost_models.step import price
+from planner.explain import Explanation, explain
 from planner.make import CostMaker, Problem, make_plan
 from planner.search import Freedom
 from specs.base import load_document
@@ -107,6 +108,12 @@ def estimate_plan(path: Path, profile_path: Path | None) -> tuple[Plan, Predicti
     plan = load_document(Plan, path, "plan")
     costs = costs_from(read_profile(profile_path))(plan.cluster, plan.training)
     return plan, price(plan, costs)
+
+
+def explain_plan(path: Path, profile_path: Path | None, module: str | None) -> Explanation:
+    """Reasons for the layout of a plan file."""
+    plan = load_document(Plan, path, "plan")
+    return explain(plan, costs_from(read_profile(profile_path))(plan.cluster, plan.training), module)
 
 
 def _usual_precision(cluster: ClusterSpec) -> Precision:

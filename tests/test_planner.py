@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cost_models.sources import device_costs
 from cost_models.step import price
+from planner.explain import explain
 from planner.make import Problem, make_plan
 from planner.search import FREEDOMS
 from planner.start import parse_bytes
@@ -222,3 +223,34 @@ def test_planning_from_shipped_data_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_explain_and_diff(tmp_path, plan_8b):
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    plan_8b.save(one)
+    make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs, freedom="uniform").save(other)
+    shown = plait("explain", str(one), "--module", "layer.3.mlp")
+    assert shown.returncode == 0, shown.stderr
+    assert "taken" in shown.stdout
+    assert "slower by" in shown.stdout
+    assert "does not fit" in shown.stdout
+    assert plait("explain", str(one)).returncode == 0
+    missing = plait("explain", str(one), "--module", "layer.99.mlp")
+    assert missing.returncode == 2
+    assert "layer.99.mlp" in missing.stderr
+    shown = plait("diff", str(one), str(other))
+    assert shown.returncode == 0, shown.stderr
+    assert "layer.3.mlp" in shown.stdout
+    assert "peak memory" in shown.stdout
+
+
+def test_no_neighbour_of_an_optimal_plan_is_faster(plan_8b):
+    found = explain(plan_8b, device_costs(plan_8b.cluster, plan_8b.training))
+    assert min(found.free_bytes) >= 0
+    for module in found.modules:
+        assert module.neighbours[0].reason is None
+        assert module.neighbours[0].step_change_seconds == 0.0
+        for other in module.neighbours[1:]:
+            fits = other.step_change_seconds is not None and "fit" not in other.reason
+            if fits:
+                assert other.step_change_seconds >= -plan_8b.certificate.gap * found.step_seconds
