@@ -8,9 +8,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from executor.huggingface import MODEL_FOLDER, TOKENIZER, HuggingFaceWeights, keep_model_files
 from executor.launch import ERROR_FILE, run_workers
-from specs.base import load_document
+from specs.base import first_problem, load_document
 from specs.errors import BadInputError
 from specs.options import OptimizerOptions, TrainOptions
 from specs.plan import Plan
@@ -61,8 +63,11 @@ def _options(out: Path, given: Mapping[str, object], *, resume: bool) -> TrainOp
         before = TrainOptions(out=out)
     named = {key: value for key, value in given.items() if value is not None}
     of_optimizer = {key: named.pop(key) for key in list(named) if key in OptimizerOptions.model_fields}
-    optimizer = OptimizerOptions.model_validate({**before.optimizer.model_dump(), **of_optimizer})
-    return TrainOptions.model_validate({**before.model_dump(), **named, "optimizer": optimizer})
+    try:
+        optimizer = OptimizerOptions.model_validate({**before.optimizer.model_dump(), **of_optimizer})
+        return TrainOptions.model_validate({**before.model_dump(), **named, "optimizer": optimizer})
+    except ValidationError as error:
+        raise BadInputError(f"option {first_problem(error)}") from None
 
 
 def _with_model_folder(plan: Plan, options: TrainOptions) -> TrainOptions:
@@ -77,17 +82,18 @@ def _with_model_folder(plan: Plan, options: TrainOptions) -> TrainOptions:
 
 
 def _write_folder(plan: Plan, options: TrainOptions) -> None:
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(options.out).free
-    except OSError as error:
-        raise BadInputError(f"{options.out} cannot be used as a run folder: {error.strerror}.") from None
+    disk = next(folder for folder in (options.out, *options.out.parents) if folder.exists())
+    free = shutil.disk_usage(disk).free
     needed = _checkpoint_bytes(plan) * (options.keep_checkpoints + 1)
     if free < needed:
         raise BadInputError(
             f"{options.out} has {free / 2**30:.2f} GiB free, {options.keep_checkpoints} checkpoints and the one being "
             f"written need {needed / 2**30:.2f} GiB. Free space, or lower --keep-checkpoints."
         )
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"{options.out} cannot be used as a run folder: {error.strerror}.") from None
     if options.initial_weights is not None:
         keep_model_files(options.initial_weights, options.out / MODEL_FOLDER)
     plan.save(options.out / "plan.json")
