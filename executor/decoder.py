@@ -14,8 +14,9 @@ from executor.clock import Clock
 from executor.collectives import Block
 from executor.groups import Groups
 from executor.layout import Layout
-from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule, build_module
+from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule
 from executor.saved import Read
+from executor.stage import build_module
 from specs.layout import Interval
 from specs.plan import Plan
 
@@ -124,7 +125,7 @@ class Decoder:
         key, value = self._caches[module].append(key, value, first)
         mask = module.allowed(Interval(first, first + count), Interval(0, first + count))
         y = module.attend(query, key, value, mask) @ module.output
-        return module.finish(x, module.block.reduce_scatter(y))
+        return module.finish(x, module.block.reduce_scatter(y), "output_bias")
 
     def choose(self, logits: Tensor | None, *, temperature: float, generator: torch.Generator, num_ids: int) -> int:
         """The next token on every rank: the likeliest (temperature 0), or drawn; of the first `num_ids` only."""

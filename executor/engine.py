@@ -12,9 +12,10 @@ import torch.distributed as dist
 from executor.clock import Clock
 from executor.groups import Groups
 from executor.layout import Layout, tensor_holdings
-from executor.modules import BlockModule, HeadModule, StageModule, build_module
+from executor.modules import BlockModule, HeadModule
 from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
+from executor.stage import StageModule, build_module
 from executor.sync import GradientSync, LocalTensor, bucket_layouts
 from executor.weights import initial_values
 from specs.layout import Interval

@@ -175,6 +175,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotate.apply(x, cos, sin)
 
 
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, cap: float) -> Tensor:
+    """softmax(cap tanh(q k^T scale / cap)) v on [sequences, heads, tokens, width], with whole scores in memory.
+
+    Fewer KV heads than query heads serve equal groups of them.  `scale` None: 1 / sqrt(width).
+    """
+    groups = k.shape[1]
+    q = q.unflatten(1, (groups, -1))  # [sequences, groups, heads of one, tokens, width]
+    scores = q @ k.unsqueeze(2).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (scores / cap).tanh() * cap
+    wide = torch.promote_types(q.dtype, torch.float32)
+    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=wide).to(q.dtype)
+    return (probabilities @ v.unsqueeze(2)).flatten(1, 2)
+
+
 # Logits of one piece of the token list: few enough to bound memory, many enough to keep the matmul busy.
 MAX_LOGIT_ELEMENTS = 2**26
 
@@ -188,7 +202,15 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float, train: bool
+        ctx,
+        block: Block,
+        row_start: int,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        cap: float | None,
+        train: bool,
     ):  # type: ignore[no-untyped-def]
         gathered = block.all_gather(x)
         loss = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -197,7 +219,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         piece = max(1, MAX_LOGIT_ELEMENTS // weight.shape[0])
         for start in range(0, gathered.shape[0], piece):
             part = slice(start, start + piece)
-            piece_loss, grad_logits = _piece_loss(block, row_start, gathered[part], weight, targets[part], scale)
+            piece_loss, grad_logits = _piece_loss(block, row_start, gathered[part], weight, targets[part], scale, cap)
             loss += piece_loss
             if grad_x is not None:
                 torch.mm(grad_logits, weight, out=grad_x[part])
@@ -210,15 +232,20 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         grad_x, grad_weight = ctx.saved_tensors
-        return None, None, grad_x * grad.to(grad_x.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None
+        return None, None, grad_x * grad.to(grad_x.dtype), grad_weight * grad.to(grad_weight.dtype), *(None,) * 4
 
 
 def _piece_loss(
-    block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float
+    block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Scaled summed loss of some tokens and the gradient of their logits [tokens, own rows] in x's dtype."""
     logits = x @ weight.t()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    slope = None
+    if cap is not None:  # z = cap tanh(u / cap), dz/du = 1 - (z / cap)^2
+        logits = logits.div_(cap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(cap)
     largest = block.all_reduce(logits.amax(dim=-1), dist.ReduceOp.MAX)
     local = targets - row_start
     mine = (local >= 0) & (local < weight.shape[0])
@@ -229,15 +256,23 @@ def _piece_loss(
     loss = (sums[0].log() - sums[1]).sum() * scale
     gradient = exponentials.div_(sums[0].unsqueeze(-1))
     gradient.scatter_add_(-1, index, -mine.to(gradient.dtype).unsqueeze(-1))
+    if slope is not None:
+        gradient.mul_(slope)
     return loss, gradient.mul_(scale).to(x.dtype)
 
 
 def vocabulary_cross_entropy(
-    block: Block, row_start: int, x: Tensor, weight: Tensor, targets: Tensor, scale: float
+    block: Block,
+    row_start: int,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: float,
+    cap: float | None = None,
 ) -> Tensor:
     """scale * sum over the block's tokens of the cross-entropy, in nats; every member returns the same value.
 
     x [chunk tokens, hidden]; weight [own vocabulary rows, hidden], the first of which is row `row_start`;
-    targets [block tokens].
+    targets [block tokens]; `cap` c: logits become c tanh(logit / c).
     """
-    return _VocabularyCrossEntropy.apply(block, row_start, x, weight, targets, scale, torch.is_grad_enabled())
+    return _VocabularyCrossEntropy.apply(block, row_start, x, weight, targets, scale, cap, torch.is_grad_enabled())

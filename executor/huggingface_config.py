@@ -19,6 +19,8 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 
@@ -51,6 +53,8 @@ def config_of(model: ModelSpec) -> dict[str, object]:
 
 
 def _family(attention: Attention, sparse: Moe | None) -> str:
+    if attention.post_norm:
+        return "gemma3_text" if attention.qk_norm else "gemma2"
     if attention.qk_norm:
         return "qwen3" if sparse is None else "qwen3_moe"
     if sparse is not None:
@@ -88,7 +92,7 @@ def _decoder(
         config["intermediate_size"] = dense.ffn
     if model.max_positions is not None:
         config["max_position_embeddings"] = model.max_positions
-    if family in ("llama", "qwen3", "qwen3_moe"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"):
         config["attention_bias"] = attention.output_bias
     if family == "llama":
         config["mlp_bias"] = dense is not None and dense.bias
@@ -102,6 +106,9 @@ def _decoder(
             "original_max_position_embeddings": scaling.original_positions,
         }
     windows = [part.window if part is not None else None for part in attentions]
+    if attention.post_norm:
+        config["hidden_activation"] = config.pop("hidden_act")
+        return config | _gemma(model, [part for part in attentions if part is not None])
     if family in ("mistral", "mixtral"):
         config["sliding_window"] = windows[0]
     elif any(window is not None for window in windows):
@@ -117,6 +124,27 @@ def _decoder(
         config |= {"num_experts_per_tok": sparse.experts_per_token, "norm_topk_prob": True, "decoder_sparse_step": 1}
         config["mlp_only_layers"] = [i for i, part in enumerate(forward) if not isinstance(part, Moe)]
         config.setdefault("intermediate_size", sparse.expert_ffn)
+    return config
+
+
+def _gemma(model: ModelSpec, attentions: list[Attention]) -> dict[str, object]:
+    """What Gemma says beyond the common keys."""
+    first = attentions[0]
+    scale = first.score_scale if first.score_scale is not None else first.head_dim**-0.5
+    near = next((part for part in attentions if part.window is not None), None)
+    far = next((part for part in attentions if part.window is None), None)
+    config: dict[str, object] = {
+        "query_pre_attn_scalar": round(scale**-2, 6),
+        "attn_logit_softcapping": first.score_cap,
+        "final_logit_softcapping": model.head.logit_cap,
+        "layer_types": ["full_attention" if part.window is None else "sliding_attention" for part in attentions],
+    }
+    if near is not None:
+        config |= {"sliding_window": near.window, "rope_local_base_freq": near.rope_theta}
+    if far is not None:
+        config["rope_theta"] = far.rope_theta
+        if far.rope_factor != 1.0:
+            config["rope_scaling"] = {"rope_type": "linear", "factor": far.rope_factor}
     return config
 
 

@@ -50,6 +50,12 @@ _LLAMA_MLP = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
+_GEMMA_ATTENTION = {**_LLAMA_ATTENTION, "post_norm": "post_attention_layernorm.weight"}
+_GEMMA_MLP = {
+    **_LLAMA_MLP,
+    "norm": "pre_feedforward_layernorm.weight",
+    "post_norm": "post_feedforward_layernorm.weight",
+}
 _MIXTRAL_MOE = {
     "norm": "post_attention_layernorm.weight",
     "router": "block_sparse_moe.gate.weight",
@@ -94,6 +100,7 @@ class _LlamaLike(NamedTuple):
 
     moe: Mapping[str, str] = {}
     mlp: Mapping[str, str] = _LLAMA_MLP
+    attention: Mapping[str, str] = _LLAMA_ATTENTION
 
     def __call__(self, layer: int, module: AnyModule, tensor: TensorSpec) -> Iterator[Source]:
         whole = Interval(0, tensor.rows)
@@ -103,7 +110,7 @@ class _LlamaLike(NamedTuple):
             case Embedding():
                 yield Source(whole, "model.embed_tokens.weight")
             case Attention():
-                yield Source(whole, prefix + _LLAMA_ATTENTION[tensor.name], transposed)
+                yield Source(whole, prefix + self.attention[tensor.name], transposed)
             case Mlp():
                 yield Source(whole, prefix + self.mlp[tensor.name], transposed)
             case Moe() if tensor.cut == "unit":
@@ -140,6 +147,8 @@ _FAMILIES: dict[str, _Names] = {
     "qwen3": _LlamaLike(),
     "mixtral": _LlamaLike(_MIXTRAL_MOE),
     "qwen3_moe": _LlamaLike(_QWEN_MOE),
+    "gemma2": _LlamaLike(mlp=_GEMMA_MLP, attention=_GEMMA_ATTENTION),
+    "gemma3_text": _LlamaLike(mlp=_GEMMA_MLP, attention=_GEMMA_ATTENTION),
     "gpt2": _gpt2,
 }
 

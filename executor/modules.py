@@ -13,10 +13,10 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from executor.collectives import Block, all_gather
 from executor.functions import (
+    capped_attention,
     gated_activation,
     gather_linear,
     linear_scatter,
@@ -26,9 +26,8 @@ from executor.functions import (
     vocabulary_cross_entropy,
 )
 from executor.layout import ModuleLayout
-from specs.errors import BadInputError
 from specs.layout import Interval, kv_groups_of
-from specs.model import Attention, Embedding, Head, Mlp, Norm, RopeScaling
+from specs.model import Attention, Head, Mlp, Norm, RopeScaling
 from specs.tensors import local_rows, parameter_name, tensors_of
 
 Tensor = torch.Tensor
@@ -39,6 +38,15 @@ ACTIVATIONS = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm over the last dimension (arXiv 1910.07467)."""
+    if norm.unit_offset:
+        # 1 + weight in half precision would lose most of the weight.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), x.shape[-1:], 1 + weight.to(wide), norm.epsilon).to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, norm.epsilon)
 
 
 class BlockModule(nn.Module):
@@ -61,11 +69,20 @@ class BlockModule(nn.Module):
         """A tensor that only some models have."""
         return self._parameters.get(name)
 
-    def normalise(self, x: Tensor, norm: Norm) -> Tensor:
-        """The module's input norm, on the rank's own tokens."""
+    def normalise(self, x: Tensor, norm: Norm, name: str = "norm") -> Tensor:
+        """The module's input norm (or the one of that name), on the rank's own tokens."""
         if norm.kind == "layernorm":
-            return F.layer_norm(x, x.shape[-1:], self.norm, self.norm_bias, norm.epsilon)
-        return F.rms_norm(x, x.shape[-1:], self.norm, norm.epsilon)
+            return F.layer_norm(x, x.shape[-1:], getattr(self, name), getattr(self, f"{name}_bias"), norm.epsilon)
+        return rms_norm(x, getattr(self, name), norm)
+
+    def finish(self, x: Tensor, y: Tensor, bias: str) -> Tensor:
+        """The residual chunk and the module's summed output -> the next residual chunk."""
+        offset = self.optional(bias)
+        if offset is not None:
+            y = y + offset
+        if self.layout.module.post_norm:
+            y = self.normalise(y, self.layout.module.norm, "post_norm")
+        return x + y
 
 
 class EmbeddingModule(BlockModule):
@@ -97,22 +114,31 @@ class EmbeddingModule(BlockModule):
             mine = (local >= 0) & (local < self.layout.units.size)
             rows = F.embedding(local.clamp(0, self.layout.units.size - 1), self.weight)
             x = scatter(self.block, rows * mine.unsqueeze(-1).to(rows.dtype))
+        scale = self.layout.module.scale
+        if scale is not None:
+            x = x * x.new_tensor(scale)  # in the weights' precision, as the published models were trained
         table = self.optional("positions")
         return x if table is None else x + F.embedding(positions, table)
 
 
 @lru_cache(maxsize=16)
 def rope_table(
-    theta: float, scaling: RopeScaling | None, head_dim: int, seq_len: int, dtype: torch.dtype, device: torch.device
+    theta: float,
+    factor: float,
+    scaling: RopeScaling | None,
+    head_dim: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [seq_len, head_dim / 2] of position x frequency; frequencies scaled as Llama 3.1 does."""
+    """cos and sin [seq_len, head_dim / 2] of position / factor x frequency; frequencies scaled as Llama 3.1 does."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if scaling is not None:
         turns = scaling.original_positions * frequencies / (2 * math.pi)
         smooth = (turns - scaling.low_frequency_factor) / (scaling.high_frequency_factor - scaling.low_frequency_factor)
         smooth = smooth.clamp(0, 1)
         frequencies = frequencies * (smooth + (1 - smooth) / scaling.factor)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies / factor)
     return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
 
 
@@ -155,12 +181,10 @@ class AttentionModule(BlockModule):
         width = self.spec.head_dim
         q, k, v = (x.view(-1, seq_len, x.shape[-1] // width, width).transpose(1, 2) for x in (query, key, value))
         if qk_norms:
-            q = F.rms_norm(q, (width,), qk_norms[0], self.spec.norm.epsilon)
-            k = F.rms_norm(k, (width,), qk_norms[1], self.spec.norm.epsilon)
+            q, k = rms_norm(q, qk_norms[0], self.spec.norm), rms_norm(k, qk_norms[1], self.spec.norm)
         if self.spec.rope_theta is not None:
-            table = rope_table(
-                self.spec.rope_theta, self.spec.rope_scaling, width, table_len, query.dtype, query.device
-            )
+            kind = (self.spec.rope_theta, self.spec.rope_factor, self.spec.rope_scaling, width)
+            table = rope_table(*kind, table_len, query.dtype, query.device)
             cos, sin = (part[first : first + seq_len] for part in table)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q, k, v
@@ -169,9 +193,15 @@ class AttentionModule(BlockModule):
         """Heads as `heads` gives them -> [tokens, own heads x width].  `mask` None: causal."""
         if self._kv_index is not None:
             k, v = k[:, self._kv_index], v[:, self._kv_index]
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        scale, grouped = self.spec.score_scale, q.shape[1] != k.shape[1]
+        if self.spec.score_cap is not None:
+            if mask is None:
+                mask = self.allowed(Interval(0, q.shape[2]), Interval(0, k.shape[2]))
+            y = capped_attention(q, k, v, mask, scale, self.spec.score_cap)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
         return y.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[3])
 
     def core(self, query: Tensor, key: Tensor, value: Tensor, *qk_norms: Tensor) -> Tensor:
@@ -189,12 +219,7 @@ class AttentionModule(BlockModule):
             y = recomputed_core(self.block, self.core, self.output, *qkv, *norms)
         else:
             y = linear_scatter(self.block, self.core(*qkv, *norms), self.output)
-        return self.finish(x, y)
-
-    def finish(self, x: Tensor, y: Tensor) -> Tensor:
-        """The residual chunk and the module's summed output -> the next residual chunk."""
-        bias = self.optional("output_bias")
-        return x + y if bias is None else x + (y + bias)
+        return self.finish(x, y, "output_bias")
 
 
 class MlpModule(BlockModule):
@@ -221,8 +246,7 @@ class MlpModule(BlockModule):
             y = recomputed_core(self.block, self.core, self.down, *columns)
         else:
             y = linear_scatter(self.block, self.core(*columns), self.down)
-        bias = self.optional("down_bias")
-        return x + y if bias is None else x + (y + bias)
+        return self.finish(x, y, "down_bias")
 
 
 class HeadModule(BlockModule):
@@ -236,52 +260,16 @@ class HeadModule(BlockModule):
     def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
         own = targets[self.layout.block_tokens.start : self.layout.block_tokens.stop]
         x = self.normalise(x, self.spec.norm)
-        return vocabulary_cross_entropy(self.block, self.layout.units.start, x, self.weight, own, scale)
+        return vocabulary_cross_entropy(
+            self.block, self.layout.units.start, x, self.weight, own, scale, self.spec.logit_cap
+        )
 
     def logits(self, x: Tensor) -> Tensor:
         """Chunk -> whole logits [block tokens, vocabulary] on every member.  Training never makes them."""
         own = self.block.all_gather(self.normalise(x, self.spec.norm)) @ self.weight.t()
+        if self.spec.logit_cap is not None:
+            own = self.spec.logit_cap * (own / self.spec.logit_cap).tanh()
         if self.block.size == 1:
             return own
         counts = [stop - start for start, stop in pairwise(self.layout.unit_cuts)]
         return all_gather(own.t().contiguous(), counts, self.block.group).t()
-
-
-def build_module(
-    layout: ModuleLayout, block: Block, *, chunk: Interval, seq_len: int, dtype: torch.dtype, device: torch.device
-) -> BlockModule:
-    """The module of a layout, with uninitialised weights.  Raises `BadInputError` for a kind not run yet."""
-    match layout.module:
-        case Embedding():
-            return EmbeddingModule(layout, block, dtype, device, chunk=chunk, seq_len=seq_len)
-        case Attention():
-            return AttentionModule(layout, block, dtype, device, seq_len=seq_len)
-        case Mlp():
-            return MlpModule(layout, block, dtype, device)
-        case Head():
-            return HeadModule(layout, block, dtype, device)
-        case _:
-            raise BadInputError(
-                f"{layout.name} is of kind {layout.module.kind}, which the executor does not train yet; "
-                "it runs embedding, attention, mlp and head. Plans and estimates for this model work."
-            )
-
-
-class StageModule(nn.Module):
-    """A stage's run of modules on one rank: ids or chunk in, chunk, loss or (without targets) logits out."""
-
-    def __init__(self, modules: list[BlockModule]) -> None:
-        super().__init__()
-        self.chain = nn.ModuleList(modules)
-
-    def forward(self, x: Tensor, targets: Tensor | None, scale: float) -> Tensor:
-        """x: token ids [micro-batch tokens] on the first stage, else the chunk [own tokens, hidden]."""
-        for module in self.chain:
-            if isinstance(module, HeadModule) and targets is None:
-                return module.logits(x)
-            arguments = (x, targets, scale) if isinstance(module, HeadModule) else (x,)
-            if module.layout.placement.recompute == "full" and torch.is_grad_enabled():
-                x = checkpoint(module, *arguments, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = module(*arguments)
-        return x

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from executor.clock import Clock
 from executor.groups import Groups
 from executor.layout import Layout
-from executor.modules import StageModule
+from executor.stage import StageModule
 from specs.layout import Interval
 from specs.schedule import Action, stage_actions
 

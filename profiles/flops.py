@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from executor.clock import Clock
 from executor.collectives import Block
 from executor.layout import ModuleLayout
-from executor.modules import build_module
+from executor.stage import build_module
 from specs.layout import Interval
 from specs.model import Embedding, Head
 

@@ -8,17 +8,15 @@ a plan for a slightly different model would be worse than none.  Dropout rates a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import groupby
 
 from pydantic import ValidationError
 
 from specs.base import first_problem
 from specs.errors import BadInputError
+from specs.huggingface_keys import ConfigKeys
 from specs.model import (
-    MAX_LAYERS,
-    Activation,
     Attention,
     Embedding,
     Head,
@@ -29,99 +27,6 @@ from specs.model import (
     Norm,
     RopeScaling,
 )
-
-# Names of `transformers.activations.ACT2FN` that are functions we have.
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Config:
-    """The file's keys, read with clear errors; `where` names the file in them."""
-
-    keys: Mapping[str, object]
-    where: str
-
-    def fail(self, sentence: str) -> BadInputError:
-        return BadInputError(f"{self.where}: {sentence}")
-
-    def has(self, key: str) -> bool:
-        return self.keys.get(key) is not None
-
-    def size(self, key: str) -> int:
-        """A size that the file must state."""
-        if not self.has(key):
-            raise self.fail(f"the key {key!r} is missing. Add it, as the model's own config.json has it.")
-        return self._integer(key, self.keys[key])
-
-    def num_layers(self, key: str = "num_hidden_layers") -> int:
-        count = self.size(key)
-        if count > MAX_LAYERS:
-            raise self.fail(f"{key!r} is {count:,}, more than {MAX_LAYERS:,} layers are not supported.")
-        return count
-
-    def size_or(self, key: str, default: int) -> int:
-        return self._integer(key, self.keys[key]) if self.has(key) else default
-
-    def _integer(self, key: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(f"{key!r} is {value!r}, a positive whole number is needed.")
-        return value
-
-    def number_or(self, key: str, default: float) -> float:
-        return self._number(key, self.keys[key]) if self.has(key) else default
-
-    def number(self, key: str) -> float:
-        if not self.has(key):
-            raise self.fail(f"the key {key!r} is missing. Add it, as the model's own config.json has it.")
-        return self._number(key, self.keys[key])
-
-    def _number(self, key: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise self.fail(f"{key!r} is {value!r}, a positive number is needed.")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.keys.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail(f"{key!r} is {value!r}, true or false is needed.")
-        return value
-
-    def activation(self, key: str, default: str) -> Activation:
-        value = self.keys.get(key) or default
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            raise self.fail(f"{key!r} is {value!r}; supported are {', '.join(sorted(ACTIVATIONS))}.")
-        return ACTIVATIONS[value]
-
-    def refuse(self, key: str, allowed: tuple[object, ...], why: str) -> None:
-        """Refuse an option that is present with any other value than those in `allowed`."""
-        value = self.keys.get(key)
-        if value is not None and value not in allowed:
-            raise self.fail(f"{key!r} is {value!r}, which is not supported: {why}.")
-
-    def part(self, key: str) -> _Config:
-        """A nested object; absent or null: an empty one."""
-        value = self.keys.get(key)
-        if value is None:
-            return _Config({}, f"{self.where}, {key}")
-        if not isinstance(value, dict):
-            raise self.fail(f"{key!r} is {value!r}, an object is needed.")
-        return _Config(value, f"{self.where}, {key}")
-
-    def strings(self, key: str) -> tuple[str, ...]:
-        value = self.keys.get(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.fail(f"{key!r} is {value!r}, a list of names is needed.")
-        return tuple(value)
 
 
 def model_from_config(data: object, *, name: str, where: str) -> ModelSpec:
@@ -134,7 +39,7 @@ def model_from_config(data: object, *, name: str, where: str) -> ModelSpec:
             f"{where}: neither a plait model (keys embedding, layers, head) nor a Hugging Face config.json "
             "(key model_type)."
         )
-    config = _Config(data, where)
+    config = ConfigKeys(data, where)
     build = _FAMILIES.get(data["model_type"])
     if build is None:
         raise config.fail(
@@ -148,31 +53,31 @@ def model_from_config(data: object, *, name: str, where: str) -> ModelSpec:
         raise config.fail(first_problem(error)) from None
 
 
-def _llama(config: _Config, name: str) -> ModelSpec:
+def _llama(config: ConfigKeys, name: str) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     attention = _attention(config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias)
     mlp = _gated_mlp(config, norm=attention.norm, bias=config.flag("mlp_bias", False))
     return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
 
 
-def _mistral(config: _Config, name: str) -> ModelSpec:
+def _mistral(config: ConfigKeys, name: str) -> ModelSpec:
     window = config.size("sliding_window") if config.has("sliding_window") else None
     attention = _attention(config, norm_epsilon=1e-6, window=window)
     mlp = _gated_mlp(config, norm=attention.norm)
     return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
 
 
-def _qwen2(config: _Config, name: str) -> ModelSpec:
+def _qwen2(config: ConfigKeys, name: str) -> ModelSpec:
     return _qwen(config, name, qkv_bias=True)
 
 
-def _qwen3(config: _Config, name: str) -> ModelSpec:
+def _qwen3(config: ConfigKeys, name: str) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     return _qwen(config, name, qkv_bias=bias, output_bias=bias, qk_norm=True, default_head_dim=128)
 
 
 def _qwen(
-    config: _Config,
+    config: ConfigKeys,
     name: str,
     *,
     qkv_bias: bool,
@@ -195,7 +100,7 @@ def _qwen(
     return _decoder(config, name, layers)
 
 
-def _qwen_windows(config: _Config) -> list[int | None]:
+def _qwen_windows(config: ConfigKeys) -> list[int | None]:
     """Sliding window of each layer: by `layer_types`, else from `max_window_layers` on, where it is switched on."""
     num_layers = config.num_layers()
     if not config.flag("use_sliding_window", False):
@@ -213,7 +118,7 @@ def _qwen_windows(config: _Config) -> list[int | None]:
     return [window if index >= first else None for index in range(num_layers)]
 
 
-def _mixtral(config: _Config, name: str) -> ModelSpec:
+def _mixtral(config: ConfigKeys, name: str) -> ModelSpec:
     window = config.size("sliding_window") if config.has("sliding_window") else None
     attention = _attention(config, norm_epsilon=1e-5, default_rope_theta=1e6, window=window)
     moe = Moe(
@@ -227,7 +132,7 @@ def _mixtral(config: _Config, name: str) -> ModelSpec:
     return _decoder(config, name, [Layer(attention=attention, feed_forward=moe)] * config.num_layers())
 
 
-def _qwen3_moe(config: _Config, name: str) -> ModelSpec:
+def _qwen3_moe(config: ConfigKeys, name: str) -> ModelSpec:
     if not config.flag("norm_topk_prob", False):
         raise config.fail("'norm_topk_prob' is false, which is not supported: expert weights always add up to 1.")
     config.refuse("use_sliding_window", (False,), "windows of this type are not read")
@@ -254,7 +159,89 @@ def _qwen3_moe(config: _Config, name: str) -> ModelSpec:
     return _decoder(config, name, layers)
 
 
-def _gpt2(config: _Config, name: str) -> ModelSpec:
+def _gemma2(config: ConfigKeys, name: str) -> ModelSpec:
+    theta, scaling = _rope(config, 10000.0)
+    rope: dict[str, object] = {"rope_theta": theta, "rope_scaling": scaling}
+    return _gemma(config, name, {"full_attention": rope, "sliding_attention": rope}, every=2, caps=(50.0, 30.0))
+
+
+def _gemma3_text(config: ConfigKeys, name: str) -> ModelSpec:
+    parameters = config.part("rope_parameters")
+    nested = "full_attention" in parameters.keys
+    full = parameters.part("full_attention") if nested else config
+    scaling = full if nested else config.part("rope_scaling")
+    sliding = parameters.part("sliding_attention")
+    kind = scaling.keys.get("rope_type", scaling.keys.get("type", "default"))
+    if kind not in ("default", "linear") or sliding.keys.get("rope_type", "default") != "default":
+        raise scaling.fail(f"rope type {kind!r} is not supported here; supported are default and linear.")
+    rope: dict[str, dict[str, object]] = {
+        "full_attention": {
+            "rope_theta": full.number_or("rope_theta", 1e6),
+            "rope_factor": scaling.number("factor") if kind == "linear" else 1.0,
+        },
+        "sliding_attention": {
+            "rope_theta": sliding.number_or("rope_theta", config.number_or("rope_local_base_freq", 1e4))
+        },
+    }
+    every = config.size_or("sliding_window_pattern", config.size_or("_sliding_window_pattern", 6))
+    return _gemma(config, name, rope, every=every, caps=(None, None), qk_norm=True)
+
+
+def _gemma(
+    config: ConfigKeys,
+    name: str,
+    rope: dict[str, dict[str, object]],
+    *,
+    every: int,
+    caps: tuple[float | None, float | None],
+    qk_norm: bool = False,
+) -> ModelSpec:
+    """Gemma 2 and 3: norms on both sides, 1 + weight in them, scaled embedding; each `every`-th layer looks far."""
+    config.refuse("use_bidirectional_attention", (False,), "attention is causal")
+    config.size("num_key_value_heads")
+    score_cap, logit_cap = (
+        None if key in config.keys and config.keys[key] is None else config.number_or(key, cap) if cap else None
+        for key, cap in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
+    )
+    num_layers = config.num_layers()
+    if config.has("layer_types"):
+        types = config.strings("layer_types")
+    else:
+        types = tuple("sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers))
+    if len(types) != num_layers or not set(types) <= set(rope):
+        raise config.fail(f"layer_types needs {num_layers} entries, each one of {', '.join(sorted(rope))}.")
+    bias = config.flag("attention_bias", False)
+    shape = _attention(
+        config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias, qk_norm=qk_norm, default_head_dim=256, rope=False
+    )
+    norm = shape.norm.model_copy(update={"unit_offset": True})
+    mlp = Mlp(
+        hidden=shape.hidden,
+        ffn=config.size("intermediate_size"),
+        activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
+        norm=norm,
+        post_norm=True,
+    )
+    layers = []
+    for kind in types:
+        common = {
+            "norm": norm,
+            "post_norm": True,
+            "score_scale": config.number_or("query_pre_attn_scalar", 256.0) ** -0.5,
+            "score_cap": score_cap,
+            "window": config.size_or("sliding_window", 4096) if kind == "sliding_attention" else None,
+        }
+        layers.append(Layer(attention=shape.model_copy(update={**common, **rope[kind]}), feed_forward=mlp))
+    model = _decoder(config, name, layers, tied=True)
+    return model.model_copy(
+        update={
+            "embedding": model.embedding.model_copy(update={"scale": shape.hidden**0.5}),
+            "head": model.head.model_copy(update={"logit_cap": logit_cap}),
+        }
+    )
+
+
+def _gpt2(config: ConfigKeys, name: str) -> ModelSpec:
     config.refuse("scale_attn_weights", (True,), "attention scores are always divided by sqrt(head_dim)")
     config.refuse("scale_attn_by_inverse_layer_idx", (False,), "scores do not depend on the layer")
     config.refuse("add_cross_attention", (False,), "only decoders are planned")
@@ -292,7 +279,7 @@ def _gpt2(config: _Config, name: str) -> ModelSpec:
 
 
 def _attention(
-    config: _Config,
+    config: ConfigKeys,
     *,
     norm_epsilon: float,
     qkv_bias: bool = False,
@@ -301,10 +288,11 @@ def _attention(
     default_head_dim: int | None = None,
     default_rope_theta: float = 10000.0,
     window: int | None = None,
+    rope: bool = True,
 ) -> Attention:
-    """Attention of the Llama family and its relatives."""
+    """Attention of the Llama family and its relatives; `rope` False: the caller reads the rotary embedding."""
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    theta, scaling = _rope(config, default_rope_theta)
+    theta, scaling = _rope(config, default_rope_theta) if rope else (default_rope_theta, None)
     return Attention(
         hidden=hidden,
         num_heads=num_heads,
@@ -320,7 +308,7 @@ def _attention(
     )
 
 
-def _head_dim(config: _Config, hidden: int, num_heads: int, default: int | None) -> int:
+def _head_dim(config: ConfigKeys, hidden: int, num_heads: int, default: int | None) -> int:
     if config.has("head_dim"):
         return config.size("head_dim")
     if default is not None:
@@ -330,7 +318,7 @@ def _head_dim(config: _Config, hidden: int, num_heads: int, default: int | None)
     return hidden // num_heads
 
 
-def _rope(config: _Config, default_theta: float) -> tuple[float, RopeScaling | None]:
+def _rope(config: ConfigKeys, default_theta: float) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary embedding, from `rope_parameters` (transformers 5) or the older keys."""
     config.refuse("partial_rotary_factor", (1, 1.0), "the whole head is rotated")
     parameters = config.part("rope_parameters")
@@ -350,7 +338,7 @@ def _rope(config: _Config, default_theta: float) -> tuple[float, RopeScaling | N
     )
 
 
-def _gated_mlp(config: _Config, *, norm: Norm, bias: bool = False) -> Mlp:
+def _gated_mlp(config: ConfigKeys, *, norm: Norm, bias: bool = False) -> Mlp:
     return Mlp(
         hidden=config.size("hidden_size"),
         ffn=config.size("intermediate_size"),
@@ -360,7 +348,7 @@ def _gated_mlp(config: _Config, *, norm: Norm, bias: bool = False) -> Mlp:
     )
 
 
-def _decoder(config: _Config, name: str, layers: list[Layer]) -> ModelSpec:
+def _decoder(config: ConfigKeys, name: str, layers: list[Layer], *, tied: bool = False) -> ModelSpec:
     """Embedding, the layers (equal neighbours collapsed) and the head of a Llama-like model."""
     hidden, vocab = config.size("hidden_size"), config.size("vocab_size")
     attention = layers[0].attention
@@ -369,18 +357,20 @@ def _decoder(config: _Config, name: str, layers: list[Layer]) -> ModelSpec:
         name=name,
         embedding=Embedding(hidden=hidden, vocab=vocab),
         layers=tuple(layer.model_copy(update={"repeat": len(list(equal))}) for layer, equal in groupby(layers)),
-        head=Head(hidden=hidden, vocab=vocab, tied=config.flag("tie_word_embeddings", False), norm=attention.norm),
+        head=Head(hidden=hidden, vocab=vocab, tied=config.flag("tie_word_embeddings", tied), norm=attention.norm),
         max_positions=config.size("max_position_embeddings") if config.has("max_position_embeddings") else None,
     )
 
 
-_FAMILIES: dict[str, Callable[[_Config, str], ModelSpec]] = {
+_FAMILIES: dict[str, Callable[[ConfigKeys, str], ModelSpec]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3_text,
     "gpt2": _gpt2,
 }
 MODEL_TYPES = tuple(sorted(_FAMILIES))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import Self
 
 from specs.base import Document, Spec
@@ -21,10 +21,14 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 class Norm(Spec):
-    """Normalisation in front of a module; `layernorm` has a bias, `rmsnorm` has none."""
+    """Normalisation in front of a module; `layernorm` has a bias, `rmsnorm` has none.
+
+    `unit_offset`: the factor is 1 + weight (Gemma), so that weights start at zero.
+    """
 
     kind: NormKind = "rmsnorm"
     epsilon: float = 1e-5
+    unit_offset: bool = False
 
 
 class RopeScaling(Spec):
@@ -37,16 +41,25 @@ class RopeScaling(Spec):
 
 
 class Embedding(Spec):
-    """Token embedding, cut by vocabulary rows; learned positions when `num_positions` > 0."""
+    """Token embedding, cut by vocabulary rows; learned positions when `num_positions` > 0.
+
+    `scale` multiplies the tokens' rows (Gemma: the square root of the width).
+    """
 
     kind: Literal["embedding"] = "embedding"
     hidden: PositiveInt
     vocab: PositiveInt
     num_positions: int = 0
+    scale: PositiveFloat | None = None
 
 
 class Attention(Spec):
-    """Causal self-attention, cut by query heads together with the KV heads they read."""
+    """Causal self-attention, cut by query heads together with the KV heads they read.
+
+    `post_norm`: a norm of the same kind on the output too, before it is added to the residual stream.  `score_scale`
+    None: 1 / sqrt(head_dim).  `score_cap` c: scores become c tanh(score / c).  `rope_factor`: positions are divided
+    by it (linear scaling).
+    """
 
     kind: Literal["attention"] = "attention"
     hidden: PositiveInt
@@ -59,7 +72,11 @@ class Attention(Spec):
     qk_norm: bool = False
     rope_theta: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_factor: PositiveFloat = 1.0
     window: int | None = None
+    post_norm: bool = False
+    score_scale: PositiveFloat | None = None
+    score_cap: PositiveFloat | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -72,7 +89,7 @@ class Attention(Spec):
 
 
 class Mlp(Spec):
-    """Feed-forward part, cut by FFN columns (gate and up alike)."""
+    """Feed-forward part, cut by FFN columns (gate and up alike); `post_norm` as of attention."""
 
     kind: Literal["mlp"] = "mlp"
     hidden: PositiveInt
@@ -81,6 +98,7 @@ class Mlp(Spec):
     activation: Activation = "silu"
     bias: bool = False
     norm: Norm = Norm()
+    post_norm: bool = False
 
 
 class Moe(Spec):
@@ -97,13 +115,17 @@ class Moe(Spec):
 
 
 class Head(Spec):
-    """Final norm, projection to the vocabulary and cross-entropy, cut by vocabulary rows."""
+    """Final norm, projection to the vocabulary and cross-entropy, cut by vocabulary rows.
+
+    `logit_cap` c: logits become c tanh(logit / c).
+    """
 
     kind: Literal["head"] = "head"
     hidden: PositiveInt
     vocab: PositiveInt
     tied: bool = False
     norm: Norm = Norm()
+    logit_cap: PositiveFloat | None = None
 
 
 FeedForward = Annotated[Mlp | Moe, Field(discriminator="kind")]

@@ -48,9 +48,9 @@ def _vector(name: str, rows: int, cut: RowCut = "whole", per_unit: int = 0, init
     return TensorSpec(name, rows, 0, cut, per_unit, init, decay=False)
 
 
-def _norm(norm: Norm, hidden: int) -> list[TensorSpec]:
-    weight = _vector("norm", hidden, init="ones")
-    return [weight, _vector("norm_bias", hidden)] if norm.kind == "layernorm" else [weight]
+def _norm(norm: Norm, hidden: int, name: str = "norm") -> list[TensorSpec]:
+    weight = _vector(name, hidden, init="zeros" if norm.unit_offset else "ones")
+    return [weight, _vector(f"{name}_bias", hidden)] if norm.kind == "layernorm" else [weight]
 
 
 @cache
@@ -81,7 +81,10 @@ def tensors_of(module: AnyModule) -> tuple[TensorSpec, ...]:
             if module.output_bias:
                 table.append(_vector("output_bias", hidden))
             if module.qk_norm:
-                table += [_vector("query_norm", width, init="ones"), _vector("key_norm", width, init="ones")]
+                start: Init = "zeros" if module.norm.unit_offset else "ones"
+                table += [_vector("query_norm", width, init=start), _vector("key_norm", width, init=start)]
+            if module.post_norm:
+                table += _norm(module.norm, hidden, "post_norm")
         case Mlp():
             table = _norm(module.norm, hidden)
             if module.gated:
@@ -94,6 +97,8 @@ def tensors_of(module: AnyModule) -> tuple[TensorSpec, ...]:
                 if module.gated:
                     table.append(_vector("gate_bias", module.ffn, "unit", 1))
                 table += [_vector("up_bias", module.ffn, "unit", 1), _vector("down_bias", hidden)]
+            if module.post_norm:
+                table += _norm(module.norm, hidden, "post_norm")
         case Moe():
             rows = module.num_experts * module.expert_ffn
             table = _norm(module.norm, hidden)

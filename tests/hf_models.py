@@ -36,6 +36,32 @@ CONFIGS = {
     "mistral": transformers.MistralConfig(**_SIZES, sliding_window=3),
     "qwen2": transformers.Qwen2Config(**{**_SIZES, "tie_word_embeddings": True}),
     "qwen3": transformers.Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    "gemma2": transformers.Gemma2Config(
+        **{**_SIZES, "tie_word_embeddings": True},
+        sliding_window=3,
+        query_pre_attn_scalar=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": transformers.Gemma3TextConfig(
+        **{**_SIZES, "tie_word_embeddings": True},
+        sliding_window=3,
+        query_pre_attn_scalar=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "mixtral": transformers.MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **_SIZES,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=10,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=61, n_embd=24, n_layer=3, n_head=6, n_positions=32, bos_token_id=0, eos_token_id=0
     ),
@@ -45,7 +71,9 @@ CONFIGS = {
 def save_random(family: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """A model with every tensor drawn at random (norms and biases too), saved to `folder`."""
     torch.manual_seed(sorted(CONFIGS).index(family))
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[family], attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if parameter.dim() == 1 else 0.0))

@@ -130,9 +130,12 @@ SURFACE: dict[str, set[str]] = {
         "SlowDevices",
     },
     "specs.huggingface": {
-        "ACTIVATIONS",
         "MODEL_TYPES",
         "model_from_config",
+    },
+    "specs.huggingface_keys": {
+        "ACTIVATIONS",
+        "ConfigKeys",
     },
     "specs.layout": {
         "Cuts",

@@ -65,6 +65,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "mlp_only_layers": [1],
         },
     ),
+    ("gemma2", SMALL),
+    ("gemma2", {**SMALL, "attn_logit_softcapping": None, "tie_word_embeddings": False, "attention_bias": True}),
+    ("gemma3_text", {**SMALL, "sliding_window": 16, "query_pre_attn_scalar": 48}),
     ("gpt2", GPT2),
     ("gpt2", {**GPT2, "n_inner": 100, "tie_word_embeddings": False}),
 ]
@@ -176,7 +179,7 @@ def test_each_missing_size_is_named(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "bloom"}, "model_type 'bloom' is not supported; supported are gpt2, llama"),
+        ({"model_type": "bloom"}, "model_type 'bloom' is not supported; supported are gemma2, gemma3_text, gpt2"),
         ({"hidden_size": "48"}, "'hidden_size' is '48', a positive whole number is needed"),
         ({"hidden_size": True}, "'hidden_size' is True"),
         ({"num_hidden_layers": 10**12}, "more than 10,000 layers"),

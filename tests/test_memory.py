@@ -24,7 +24,7 @@ from executor import functions, sync
 from executor.clock import Clock
 from executor.collectives import Block
 from executor.layout import ModuleLayout, tensor_holdings
-from executor.modules import StageModule, build_module
+from executor.stage import StageModule, build_module
 from specs.layout import Interval, balanced_cuts
 from specs.model import Attention, Embedding, Head, Mlp, Module, Norm, num_units
 from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Stage

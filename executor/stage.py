@@ -1,0 +1,53 @@
+"""A stage's modules in a row on one rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from executor.collectives import Block
+from executor.layout import ModuleLayout
+from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule, MlpModule
+from executor.moe import MoeModule
+from specs.layout import Interval
+from specs.model import Attention, Embedding, Head, Mlp, Moe
+
+Tensor = torch.Tensor
+
+
+def build_module(
+    layout: ModuleLayout, block: Block, *, chunk: Interval, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> BlockModule:
+    """The module of a layout, with uninitialised weights."""
+    match layout.module:
+        case Embedding():
+            return EmbeddingModule(layout, block, dtype, device, chunk=chunk, seq_len=seq_len)
+        case Attention():
+            return AttentionModule(layout, block, dtype, device, seq_len=seq_len)
+        case Mlp():
+            return MlpModule(layout, block, dtype, device)
+        case Head():
+            return HeadModule(layout, block, dtype, device)
+        case Moe():
+            return MoeModule(layout, block, dtype, device)
+
+
+class StageModule(nn.Module):
+    """A stage's run of modules on one rank: ids or chunk in, chunk, loss or (without targets) logits out."""
+
+    def __init__(self, modules: list[BlockModule]) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor, targets: Tensor | None, scale: float) -> Tensor:
+        """x: token ids [micro-batch tokens] on the first stage, else the chunk [own tokens, hidden]."""
+        for module in self.chain:
+            if isinstance(module, HeadModule) and targets is None:
+                return module.logits(x)
+            arguments = (x, targets, scale) if isinstance(module, HeadModule) else (x,)
+            if module.layout.placement.recompute == "full" and torch.is_grad_enabled():
+                x = checkpoint(module, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = module(*arguments)
+        return x
