@@ -216,12 +216,17 @@ class Searcher:
                 outcome.pruned["more stages than layers"] += 1
                 continue
             for mode in _MODES:
-                for variant in self._variants(grid):
-                    search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
-                    if not search.fits:
-                        outcome.pruned["memory" if search.divides else "divisibility"] += 1
-                        break  # the first variant needs least
-                    found.append((search.lower(), search))
+                # The first variant needs least memory, and no mode is faster than one that recomputes less.
+                search = UniformSearch(self.source, grid, boundaries, mode, capacity=self.capacity)
+                if search.fits:
+                    for variant in self._variants(grid):
+                        search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
+                        if search.fits:
+                            found.append((search.lower(), search))
+                    break
+                outcome.pruned["memory" if search.divides else "divisibility"] += 1
+                if not search.state_fits:
+                    break
         found.sort(key=lambda pair: pair[0])
         for position, (lower, search) in enumerate(found):
             late = time.monotonic() > deadline and incumbent.layout is not None

@@ -20,7 +20,8 @@ from specs.plan import Recompute
 class UniformSearch:
     """The one layout of a grid point that is uniform in a recompute mode.
 
-    Modules without the mode, and the head, recompute nothing.  `divides` and `fits` say whether it can be.
+    Modules without the mode, and the head, recompute nothing.  `divides`, `state_fits` (weights, gradients and
+    optimizer alone) and `fits` say whether it can be.
     """
 
     def __init__(
@@ -31,7 +32,9 @@ class UniformSearch:
         self._boundaries = boundaries
         self._menu = source.menu(grid, Restriction((grid.num_ranks,), mode))
         self.divides = self._menu is not None
-        self.fits = self._menu is not None and self._memory() <= capacity - source.edge_bytes(grid)
+        room = capacity - source.edge_bytes(grid)
+        self.state_fits = self._menu is not None and float((self._counts @ self._column("static")).max()) <= room
+        self.fits = self.state_fits and self._memory() <= room
 
     @cached_property
     def _counts(self) -> npt.NDArray[np.int64]:
