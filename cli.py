@@ -215,7 +215,7 @@ def estimate(
 
     from reports.plan import render_prediction
 
-    Console(highlight=False).print(Group(*render_prediction(layout, predicted)))
+    Console(highlight=False).print(Group(*render_prediction(layout, predicted, profiled=profile is not None)))
 
 
 @app.command()

@@ -37,7 +37,7 @@ def render(plan: Plan) -> RenderableType:
     """Everything `plait plan` prints."""
     parts: list[RenderableType] = [Text(_headline(plan)), Text(), _layout_table(plan), Text()]
     if plan.predicted is not None:
-        parts += render_prediction(plan, plan.predicted)
+        parts += render_prediction(plan, plan.predicted, profiled="profile" in plan.made.inputs)
     if plan.ladder:
         parts += [_ladder_table(plan), Text()]
     if plan.alternatives:
@@ -47,8 +47,8 @@ def render(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def render_prediction(plan: Plan, predicted: Prediction) -> list[RenderableType]:
-    """Step time by term, and memory of the fullest rank by term, side by side."""
+def render_prediction(plan: Plan, predicted: Prediction, *, profiled: bool) -> list[RenderableType]:
+    """Step time by term, and memory of the fullest rank by term, side by side.  `profiled`: priced with a profile."""
     both = Table.grid(padding=(0, 4, 0, 0))
     both.add_row(_step_table(predicted.step_terms, predicted), _memory_table(predicted.peak_memory_terms, predicted))
     speed = (
@@ -59,7 +59,9 @@ def render_prediction(plan: Plan, predicted: Prediction) -> list[RenderableType]
     )
     parts: list[RenderableType] = [both, Text(), Text(speed)]
     if predicted.estimated:
-        parts.append(Text("estimated: no profile of this cluster; numbers rest on datasheets and published curves"))
+        rest = "what the profile lacks (selective recompute, sizes beyond its own) is scaled from what it has"
+        shipped = "no profile of this cluster; numbers rest on datasheets and published curves"
+        parts.append(Text(f"estimated: {rest if profiled else shipped}"))
     cap = plan.memory_cap_bytes
     if cap is not None and predicted.peak_memory_bytes > cap:
         parts.append(Text(f"does not fit: {num_bytes(predicted.peak_memory_bytes)} over the cap of {num_bytes(cap)}"))
