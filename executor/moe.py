@@ -35,12 +35,20 @@ class MoeModule(BlockModule):
         # Softmax over all, then divided by the sum of the chosen ones: the same as softmax over those.
         return (weights / weights.sum(-1, keepdim=True)).to(x.dtype), experts
 
+    def _tokens_of(self, expert: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens that an expert gets, and at which place of theirs it stands."""
+        if chosen.is_meta:  # shapes without values: what a balanced router would send
+            share = chosen.new_empty(chosen.numel() // self.spec.num_experts)
+            return share, share
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        return tokens, places
+
     def experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """This rank's summand [block tokens, hidden] for the block's tokens and their routing."""
         width = self.spec.expert_ffn
         routed, outs = [], []
         for index in range(self.layout.units.size):
-            tokens, places = (chosen == self.layout.units.start + index).nonzero(as_tuple=True)
+            tokens, places = self._tokens_of(self.layout.units.start + index, chosen)
             rows = slice(index * width, (index + 1) * width)
             own = x[tokens]
             y = gated_activation(self._activation, own @ self.gate[rows].t(), own @ self.up[rows].t())
