@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from cost_models.collectives import scale_out_seconds, scale_up_seconds
-from cost_models.flops import ATTENTION_BACKWARD_RATIO, score_flop
+from cost_models.flops import ATTENTION_BACKWARD_RATIO, gathered_width, score_flop
 from cost_models.interface import ModuleCost
 from cost_models.kernels import Work, backward_work, forward_work, matrix_seconds, repeated_work
 from cost_models.memory import ACTIVATION_BYTES, activation_bytes, working_bytes
@@ -146,22 +146,29 @@ class DeviceCosts:
         return products + work.traffic_bytes / memory + work.num_kernels * efficiency.kernel_seconds
 
     def _communication(self, module: Module, degree: int, block_tokens: int, level: LinkLevel) -> tuple[float, float]:
-        """Exposed seconds in (forward, backward): gather and scatter, and in backward the input's second gather."""
+        """Exposed seconds in (forward, backward): gather and scatter, and in backward the input's second gather.
+
+        Latent attention gathers low-rank vectors, and in backward the whole gradient of its output.
+        """
         if degree == 1:
             return 0.0, 0.0
-        payload = block_tokens * module.hidden * ACTIVATION_BYTES[self._precision]
 
-        def seconds(op: CollectiveOp) -> float:
+        def seconds(op: CollectiveOp, width: int) -> float:
+            payload = block_tokens * width * ACTIVATION_BYTES[self._precision]
             return self.collective(
                 op, num_ranks=degree, payload_bytes=payload, level=level, ranks_per_domain=self._domain
             )
 
-        gather, scatter = seconds("all_gather"), seconds("reduce_scatter")
+        gather, scatter = seconds("all_gather", module.hidden), seconds("reduce_scatter", module.hidden)
         exposed = 1.0 - self._stack.tensor_overlap
         if isinstance(module, Embedding):
             return exposed * scatter, exposed * gather
         if isinstance(module, Head):
             return exposed * (gather + scatter), 0.0
+        width = gathered_width(module)
+        if width != module.hidden:
+            low = seconds("all_gather", width)
+            return exposed * (low + scatter), exposed * (gather + low + seconds("reduce_scatter", width))
         return exposed * (gather + scatter), exposed * (2.0 * gather + scatter)
 
     def collective(

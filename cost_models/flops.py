@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specs.layout import Interval, balanced_cuts, interval_of, kv_groups_of
-from specs.model import Attention, Embedding, Head, Mlp, Module, Moe, num_units
+from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe, num_units
 
 # Attention's scores and their product with the values: backward recomputes the scores and forms four products
 # where forward forms two, so 5 / 2.  [FlashAttention-2, arXiv 2307.08691, section 4.1]
@@ -20,6 +20,11 @@ def largest_units(module: Module, degree: int) -> Interval:
 def local_kv_heads(module: Attention, heads: Interval) -> int:
     """KV heads that a rank with these query heads computes; one shared with a neighbour counts on both."""
     return kv_groups_of(heads, module.num_heads, module.num_kv_heads).size
+
+
+def gathered_width(module: Module) -> int:
+    """Numbers per token that a block gathers for a module: the residual stream, or the low-rank vectors."""
+    return module.latent_width if isinstance(module, LatentAttention) else module.hidden
 
 
 def routed_tokens(module: Moe, block_tokens: int, experts: Interval) -> float:
@@ -39,6 +44,11 @@ def matrix_flop(module: Module, block_tokens: int, units: Interval) -> float:
         case Attention():
             rows = (2 * units.size + 2 * local_kv_heads(module, units)) * module.head_dim
             return 2.0 * block_tokens * hidden * rows
+        case LatentAttention():
+            # each rank forms the low-rank vectors of its own tokens, and its heads of all tokens
+            down = hidden * module.latent_width * units.size / module.num_heads
+            expand = module.query_rank * module.key_dim + module.kv_rank * (module.head_dim + module.value_dim)
+            return 2.0 * block_tokens * (down + units.size * (expand + module.value_dim * hidden))
         case Mlp():
             return 2.0 * block_tokens * hidden * units.size * (3 if module.gated else 2)
         case Moe():
@@ -53,14 +63,19 @@ def matrix_flop(module: Module, block_tokens: int, units: Interval) -> float:
 def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval, *, causal: bool = True) -> float:
     """Forward products of attention without weights (scores, and scores times values), one rank.
 
-    # 4 x tokens x s x head_dim x heads, halved by the causal mask; a window w < s leaves s w - w^2 / 2 pairs
+    # 2 x tokens x s x (key + value width) x heads, halved by the causal mask; a window w < s leaves s w - w^2 / 2 pairs
     #   s sequence length.  Leaves out the diagonal's other half, 1 / s.
     """
-    if not isinstance(module, Attention):
-        return 0.0
-    window = seq_len if module.window is None else min(module.window, seq_len)
+    match module:
+        case Attention():
+            width = 2 * module.head_dim
+            window = seq_len if module.window is None else min(module.window, seq_len)
+        case LatentAttention():
+            width, window = module.key_dim + module.value_dim, seq_len
+        case _:
+            return 0.0
     pairs_per_token = window - window * window / (2.0 * seq_len) if causal else float(seq_len)
-    return 4.0 * block_tokens * pairs_per_token * module.head_dim * units.size
+    return 2.0 * block_tokens * pairs_per_token * width * units.size
 
 
 def forward_flop(module: Module, *, block_tokens: int, seq_len: int, units: Interval, causal: bool = True) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cost_models.flops import local_kv_heads, routed_tokens
 from cost_models.share import Share
-from specs.model import Attention, Embedding, Head, Mlp, Module, Moe
+from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
 from specs.tensors import local_num_elements
 
 
@@ -64,6 +64,16 @@ def products_of(module: Module, share: Share) -> tuple[Matrix, ...]:
             width = module.head_dim
             rows = (units.size + 2 * local_kv_heads(module, units)) * width
             return (Matrix(tokens, rows, hidden), Matrix(tokens, hidden, units.size * width))
+        case LatentAttention():
+            keys, values = units.size * module.head_dim, units.size * module.value_dim
+            return (
+                Matrix(share.chunk_tokens, module.query_rank, hidden),
+                Matrix(share.chunk_tokens, module.kv_rank + module.rope_dim, hidden),
+                Matrix(tokens, units.size * module.key_dim, module.query_rank),
+                Matrix(tokens, keys, module.kv_rank),
+                Matrix(tokens, values, module.kv_rank),
+                Matrix(tokens, hidden, values),
+            )
         case Mlp():
             first = Matrix(tokens, units.size, hidden)
             return (*((first,) * (1 + module.gated)), Matrix(tokens, hidden, units.size))
@@ -95,6 +105,10 @@ def forward_work(module: Module, share: Share, activation_bytes: int) -> Work:
         case Attention():
             heads = 2.0 * (units.size + local_kv_heads(module, units)) if module.rope_theta else 0.0
             return Work(products, chunk + size * block_tokens * heads * module.head_dim, 6)
+        case LatentAttention():
+            joined = 2.0 * units.size * (module.rope_dim + module.key_dim)  # rotary queries; keys from both their parts
+            latents = 2.0 * size * share.chunk_tokens * module.latent_width
+            return Work(products, chunk + latents + size * block_tokens * joined, 12)
         case Mlp():
             return Work(products, chunk + size * block_tokens * units.size * (3.0 if module.gated else 2.0), 4)
         case Moe():
@@ -130,6 +144,8 @@ def repeated_work(module: Module, share: Share, activation_bytes: int) -> Work:
         case Attention():
             heads = 2.0 * (units.size + local_kv_heads(module, units)) if module.rope_theta else 0.0
             return Work((), size * tokens * heads * module.head_dim, 4)
+        case LatentAttention():
+            return Work((), 2.0 * size * tokens * units.size * (module.rope_dim + module.key_dim), 6)
         case Mlp():
             return Work((), float(size * tokens * units.size * (3 if module.gated else 2)), 2)
         case Moe():

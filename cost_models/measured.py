@@ -14,7 +14,7 @@ from cost_models.stacks import stack
 from specs.cluster import ClusterSpec, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
-from specs.model import Attention, Mlp, Module, Moe
+from specs.model import Attention, LatentAttention, Mlp, Module, Moe
 from specs.plan import Recompute, TrainingSpec
 from specs.profile import CollectiveOp, ModuleTiming, Profile, StepOverhead
 
@@ -185,7 +185,7 @@ class MeasuredCosts:
 def _selective_share(module: Module, block_tokens: int, seq_len: int, units: Interval) -> float:
     """Part of a forward pass that selective recomputation repeats."""
     match module:
-        case Attention():
+        case Attention() | LatentAttention():
             whole = forward_flop(module, block_tokens=block_tokens, seq_len=seq_len, units=units)
             return score_flop(module, block_tokens, seq_len, units) / whole
         case Mlp() | Moe():

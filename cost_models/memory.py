@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cost_models.buckets import BUCKET_ELEMENTS, Holdings, Member, holdings
-from cost_models.flops import largest_units, local_kv_heads, routed_tokens
+from cost_models.flops import gathered_width, largest_units, local_kv_heads, routed_tokens
 from cost_models.share import Share
 from specs.cluster import Precision
 from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
-from specs.model import Attention, Embedding, Head, Mlp, Module, Moe
+from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
 from specs.plan import MemoryTerms, ModulePlacement, Pipeline, Plan, Recompute, Stage
 from specs.schedule import num_in_flight, stage_actions
 from specs.tensors import local_num_elements, local_rows, tensors_of
@@ -114,6 +114,8 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
     match module:
         case Attention():
             return chunks + _attention_bytes(module, share, precision, selective)
+        case LatentAttention():
+            return chunks + _latent_attention_bytes(module, share, precision, selective)
         case Mlp():
             return chunks + size * block_tokens * units.size * (1 + module.gated + (not selective))
         case Moe():
@@ -141,6 +143,23 @@ def _attention_bytes(module: Attention, share: Share, precision: Precision, sele
     return ACTIVATION_BYTES[precision] * share.block_tokens * heads * module.head_dim + log_sum_exp
 
 
+def _latent_attention_bytes(module: LatentAttention, share: Share, precision: Precision, selective: bool) -> int:
+    """Low-rank vectors before and after their norms on the rank's chunk, and the heads' queries, keys and values.
+
+    # a (2 c l + T n (2 d + r + 2 v)) + 4 T n;  selective: a (2 c l + T n (2 d + r + v))
+    #   l latent width, n heads, d, r, v widths of a head's part without positions, with them, and of its value; as of
+    #   attention the output is kept in both orders: + a T n v; and joined keys add a T n r.  A formula: no executor
+    #   that was measured runs this module.
+    """
+    heads = share.units.size
+    width = module.key_dim + module.head_dim + module.value_dim
+    if not selective:
+        width += module.rope_dim + 2 * module.value_dim
+    kept = 2 * share.chunk_tokens * module.latent_width + share.block_tokens * heads * width
+    log_sum_exp = 0 if selective else LOG_SUM_EXP_BYTES * share.block_tokens * heads
+    return ACTIVATION_BYTES[precision] * kept + log_sum_exp
+
+
 def _whole_kv_groups(module: Attention, heads: Interval) -> bool:
     """Whether torch can repeat the KV heads itself; else each query head gets a copy of its group."""
     per_group = module.num_heads // module.num_kv_heads
@@ -157,13 +176,16 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
     # head (in forward): gathered input and its gradient, and a piece of logits in a, 4 and a bytes
     """
     size, block_tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
-    gathered = size * module.hidden * (2 * block_tokens if share.degree > 1 else share.chunk_tokens)
+    both = block_tokens * (gathered_width(module) + module.hidden)
+    gathered = size * (both if share.degree > 1 else share.chunk_tokens * module.hidden)
     weights = size * local_num_elements(module, units)
     match module:
         case Embedding():
             return size * block_tokens * module.hidden + weights
         case Attention():
             inner = size * block_tokens * (2 * units.size + 2 * local_kv_heads(module, units)) * module.head_dim
+        case LatentAttention():
+            inner = size * block_tokens * 2 * units.size * (module.key_dim + module.value_dim)
         case Mlp():
             inner = size * block_tokens * units.size * (3 if module.gated else 2)
         case Moe():

@@ -16,7 +16,7 @@ from typing import Literal
 
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, largest_units, matrix_flop, score_flop
 from specs.layout import balanced_cuts, block_starts, sequence_token_cuts
-from specs.model import Module
+from specs.model import SEQUENCE_KINDS, Module
 from specs.plan import Plan, Stage
 from specs.tensors import local_num_elements
 
@@ -109,21 +109,22 @@ def _layouts(work: StageWork, survivors: int, how: Reduction) -> Iterable[Layout
     if how == "ntp":
         blocks_of = [_shrunk(blocks, work.num_ranks - survivors) for _, blocks, _ in work.modules]
         attention = next(
-            (b for (m, _, _), b in zip(work.modules, blocks_of, strict=True) if m.kind == "attention"), None
+            (b for (m, _, _), b in zip(work.modules, blocks_of, strict=True) if m.kind in SEQUENCE_KINDS), None
         )
         cuts = _cuts(attention, survivors, work)
         if cuts is not None:
             yield cuts, tuple((blocks,) for blocks in blocks_of)
         return
     free = candidates(survivors)
-    has_attention = any(module.kind == "attention" for module, _, _ in work.modules)
+    has_attention = any(module.kind in SEQUENCE_KINDS for module, _, _ in work.modules)
     for attention in free if has_attention else (None,):
         cuts = _cuts(attention, survivors, work)
         if cuts is not None:
             yield (
                 cuts,
                 tuple(
-                    (attention,) if module.kind == "attention" and attention else free for module, _, _ in work.modules
+                    (attention,) if module.kind in SEQUENCE_KINDS and attention else free
+                    for module, _, _ in work.modules
                 ),
             )
 

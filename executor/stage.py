@@ -10,8 +10,9 @@ from executor.collectives import Block
 from executor.layout import ModuleLayout
 from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule, MlpModule
 from executor.moe import MoeModule
+from specs.errors import BadInputError
 from specs.layout import Interval
-from specs.model import Attention, Embedding, Head, Mlp, Moe
+from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Moe
 
 Tensor = torch.Tensor
 
@@ -19,7 +20,7 @@ Tensor = torch.Tensor
 def build_module(
     layout: ModuleLayout, block: Block, *, chunk: Interval, seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> BlockModule:
-    """The module of a layout, with uninitialised weights."""
+    """The module of a layout, with uninitialised weights.  Raises `BadInputError` for a kind not run yet."""
     match layout.module:
         case Embedding():
             return EmbeddingModule(layout, block, dtype, device, chunk=chunk, seq_len=seq_len)
@@ -31,6 +32,11 @@ def build_module(
             return HeadModule(layout, block, dtype, device)
         case Moe():
             return MoeModule(layout, block, dtype, device)
+        case LatentAttention():
+            raise BadInputError(
+                f"{layout.name} is of kind latent_attention, which the executor does not train yet; it runs "
+                "embedding, attention, mlp, moe and head. Plans and estimates for this model work."
+            )
 
 
 class StageModule(nn.Module):

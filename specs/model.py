@@ -88,6 +88,35 @@ class Attention(Spec):
         return self
 
 
+class LatentAttention(Spec):
+    """Causal self-attention over low-rank queries, keys and values (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    A token's `query_rank` and `kv_rank` numbers are expanded to heads of `head_dim` (keys also carry `rope_dim` shared
+    rotary numbers, queries their own) and values of `value_dim`.  Cut by heads; low-rank weights are on every rank.
+    """
+
+    kind: Literal["latent_attention"] = "latent_attention"
+    hidden: PositiveInt
+    num_heads: PositiveInt
+    query_rank: PositiveInt
+    kv_rank: PositiveInt
+    head_dim: PositiveInt
+    rope_dim: PositiveInt
+    value_dim: PositiveInt
+    norm: Norm = Norm()
+    rope_theta: float = 10000.0
+
+    @property
+    def key_dim(self) -> int:
+        """Width of one query or key: the part without and the part with positions."""
+        return self.head_dim + self.rope_dim
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers per token from which all heads are expanded."""
+        return self.query_rank + self.kv_rank + self.rope_dim
+
+
 class Mlp(Spec):
     """Feed-forward part, cut by FFN columns (gate and up alike); `post_norm` as of attention."""
 
@@ -129,13 +158,13 @@ class Head(Spec):
 
 
 FeedForward = Annotated[Mlp | Moe, Field(discriminator="kind")]
-Module = Annotated[Embedding | Attention | Mlp | Moe | Head, Field(discriminator="kind")]
+Module = Annotated[Embedding | Attention | LatentAttention | Mlp | Moe | Head, Field(discriminator="kind")]
 
 
 class Layer(Spec):
     """`repeat` equal layers in a row."""
 
-    attention: Attention | None = None
+    attention: Annotated[Attention | LatentAttention, Field(discriminator="kind")] | None = None
     feed_forward: FeedForward | None = None
     repeat: PositiveInt = Field(default=1, le=MAX_LAYERS)
 
@@ -144,7 +173,7 @@ class NamedModule(NamedTuple):
     """A module with its place in the chain, e.g. `layer.3.attention`."""
 
     name: str
-    module: Embedding | Attention | Mlp | Moe | Head
+    module: Embedding | Attention | LatentAttention | Mlp | Moe | Head
 
 
 class ModelSpec(Document):
@@ -193,12 +222,12 @@ class ModelSpec(Document):
         return tuple(chain)
 
 
-def num_units(module: Embedding | Attention | Mlp | Moe | Head) -> int:
+def num_units(module: Embedding | Attention | LatentAttention | Mlp | Moe | Head) -> int:
     """Units that a block cuts a module by: vocabulary rows, query heads, FFN columns, or experts."""
     match module:
         case Embedding() | Head():
             return module.vocab
-        case Attention():
+        case Attention() | LatentAttention():
             return module.num_heads
         case Mlp():
             return module.ffn
@@ -206,9 +235,13 @@ def num_units(module: Embedding | Attention | Mlp | Moe | Head) -> int:
             return module.num_experts
 
 
+# Kinds whose blocks must hold whole sequences: every token looks at those before it.
+SEQUENCE_KINDS = ("attention", "latent_attention")
+
 UNIT_NAMES = {
     "embedding": "vocabulary rows",
     "attention": "query heads",
+    "latent_attention": "heads",
     "mlp": "FFN columns",
     "moe": "experts",
     "head": "vocabulary rows",

@@ -10,6 +10,7 @@ Replicas may differ: each names a pipeline, its ranks and its share of the globa
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -27,7 +28,7 @@ from specs.layout import (
     interval_of,
     sequence_token_cuts,
 )
-from specs.model import UNIT_NAMES, ModelSpec, Module, NamedModule, num_units
+from specs.model import SEQUENCE_KINDS, UNIT_NAMES, ModelSpec, Module, NamedModule, num_units
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe"]
@@ -307,7 +308,7 @@ def _check_placement(
     for block, size in enumerate(placement.blocks):
         what = f"{where}, {placement.module} ({units} {UNIT_NAMES[module.kind]})"
         check_cuts(placement.block_cuts(block, module), units, size, what)
-    if module.kind == "attention":
+    if module.kind in SEQUENCE_KINDS:
         cuts = stage.chunk_cuts(num_tokens)
         for rank in block_starts(placement.blocks):
             if cuts[rank] % seq_len:
@@ -356,13 +357,15 @@ def aligned_token_cuts(stage: Stage, model: ModelSpec, micro_batch: int, seq_len
     With equal blocks that divide the micro-batch the even cut does; else the first composition's cut is tried.
     """
     modules = dict(model.modules())
-    compositions = {p.blocks for p in stage.modules if modules[p.module].kind == "attention"}
+    compositions = {p.blocks for p in stage.modules if modules[p.module].kind in SEQUENCE_KINDS}
     even = balanced_cuts(micro_batch * seq_len, stage.num_ranks)
     candidates: list[Cuts | None] = [even]
     candidates += [sequence_token_cuts(blocks, micro_batch, seq_len) for blocks in sorted(compositions)]
     for cuts in candidates:
-        if cuts is not None and all(
-            cuts[rank] % seq_len == 0 for blocks in compositions for rank in block_starts(blocks)
+        if (
+            cuts is not None
+            and all(start < stop for start, stop in pairwise(cuts))
+            and all(cuts[rank] % seq_len == 0 for blocks in compositions for rank in block_starts(blocks))
         ):
             return cuts
     return None

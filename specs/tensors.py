@@ -10,9 +10,9 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from specs.layout import Interval, kv_groups_of
-from specs.model import Attention, Embedding, Head, Mlp, Moe, Norm
+from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Moe, Norm
 
-AnyModule = Embedding | Attention | Mlp | Moe | Head
+AnyModule = Embedding | Attention | LatentAttention | Mlp | Moe | Head
 
 # How the rows follow the module's unit cut: "unit" rows_per_unit rows for each unit; "kv" the KV heads that the
 # rank's query heads read; "shared" rows in proportion to the units (shared experts); "whole" every rank holds all.
@@ -85,6 +85,19 @@ def tensors_of(module: AnyModule) -> tuple[TensorSpec, ...]:
                 table += [_vector("query_norm", width, init=start), _vector("key_norm", width, init=start)]
             if module.post_norm:
                 table += _norm(module.norm, hidden, "post_norm")
+        case LatentAttention():
+            heads, down = module.num_heads, module.kv_rank + module.rope_dim
+            table = _norm(module.norm, hidden)
+            table += [
+                _matrix("query_down", module.query_rank, hidden, "whole", 0),
+                _vector("query_norm", module.query_rank, init="ones"),
+                _matrix("query", heads * module.key_dim, module.query_rank, "unit", module.key_dim),
+                _matrix("kv_down", down, hidden, "whole", 0),
+                _vector("kv_norm", module.kv_rank, init="ones"),
+                _matrix("key", heads * module.head_dim, module.kv_rank, "unit", module.head_dim),
+                _matrix("value", heads * module.value_dim, module.kv_rank, "unit", module.value_dim),
+                _matrix("output", heads * module.value_dim, hidden, "unit", module.value_dim, "residual"),
+            ]
         case Mlp():
             table = _norm(module.norm, hidden)
             if module.gated:

@@ -17,6 +17,7 @@ from specs.tensors import num_parameters
 
 # Sizes printed on the models' cards; the small two are ours.
 PARAMETERS = {
+    "deepseek-v3": 671_026_404_352,
     "gpt2": 124_439_808,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
