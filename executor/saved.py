@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def open_run(run: Path) -> SavedRun:
     found = find_checkpoint(run / "checkpoints")
     if found is not None:
         place, manifest, refused = found
-        for message in refused:
+        for message in refused if os.environ.get("RANK", "0") == "0" else ():
             print(f"plait: {message} The one before it is used.", file=sys.stderr)
         return SavedRun(plan, options, CheckpointWeights(place, manifest).read, f"step {manifest.step}")
     if options.initial_weights is None:

@@ -30,6 +30,8 @@ def start_run(plan_path: Path, out: Path, given: Mapping[str, object], *, resume
     out = out.resolve()
     under_torchrun = "RANK" in os.environ and ERROR_FILE not in os.environ
     is_first = not under_torchrun or os.environ["RANK"] == "0"
+    if resume and given.get("initial_weights") is not None:
+        raise BadInputError("--from starts a new run, --resume goes on from a checkpoint. Give one of them.")
     options = _options(out, given, resume=resume)
     if options.initial_weights is not None and not resume:
         options = _with_model_folder(plan, options)

@@ -211,3 +211,6 @@ def test_train_from_a_folder_and_export_what_transformers_loads(folders: dict[st
     assert wrong.returncode == 2
     assert "embedding: the plan has vocab 256, the folder vocab 61" in wrong.stderr
     assert not (tmp_path / "other").exists()
+    both = _plait("train", tmp_path / "plan.json", "--out", run, "--resume", "--from", tmp_path / "start")
+    assert both.returncode == 2
+    assert "--from starts a new run" in both.stderr
