@@ -12,18 +12,11 @@ from pydantic import ValidationError
 
 from cost_models.interface import CostModel
 from cost_models.step import price
+from planner.options import MODES
 from planner.space import divisors
 from specs.errors import BadInputError
 from specs.model import Module, num_units
 from specs.plan import ModulePlacement, Plan, Recompute, Stage
-
-MODES: dict[str, tuple[Recompute, ...]] = {
-    "embedding": ("none",),
-    "attention": ("none", "selective", "full"),
-    "mlp": ("none", "selective", "full"),
-    "moe": ("none", "full"),
-    "head": ("none", "full"),
-}
 
 
 @dataclass(frozen=True)

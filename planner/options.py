@@ -27,17 +27,19 @@ from planner.stage import OptionTable
 from specs.cluster import LinkLevel
 from specs.errors import BadInputError
 from specs.layout import Interval, balanced_cuts, interval_of, refine
-from specs.model import Attention, Embedding, Head, Module, num_units
+from specs.model import SEQUENCE_KINDS, Attention, Embedding, Head, Module, num_units
 from specs.plan import Recompute, TrainingSpec
 from specs.tensors import local_rows, num_parameters, tensors_of
 
 Floats = npt.NDArray[np.float64]
 
-_MODES: dict[str, tuple[Recompute, ...]] = {
+# What may be recomputed.  The embedding has nothing to keep; the head's core is its output.
+MODES: dict[str, tuple[Recompute, ...]] = {
     "embedding": ("none",),
     "attention": ("none", "selective", "full"),
+    "latent_attention": ("none", "selective", "full"),
     "mlp": ("none", "selective", "full"),
-    "moe": ("none", "full"),
+    "moe": ("none", "selective", "full"),
     "head": ("none", "full"),
 }
 
@@ -153,7 +155,7 @@ class OptionSource:
         self, kind: int, module: Module, grid: Grid, restriction: Restriction, optimistic: bool
     ) -> Iterator[tuple[Option, tuple[float, ...]]]:
         """Options with their entries, in the order of `OptionTable`."""
-        modes = _MODES[module.kind]
+        modes = MODES[module.kind]
         if restriction.recompute is not None:
             available = restriction.recompute in modes and not isinstance(module, Head)
             modes = (restriction.recompute,) if available else ("none",)
@@ -164,7 +166,7 @@ class OptionSource:
         for degree in restriction.degrees if restriction.degrees is not None else divisors(grid.num_ranks):
             if degree > num_units(module) or grid.num_ranks % degree:
                 continue
-            if isinstance(module, Attention) and grid.micro_batch * degree % grid.num_ranks:
+            if module.kind in SEQUENCE_KINDS and grid.micro_batch * degree % grid.num_ranks:
                 continue
             block_tokens = -(-grid.micro_batch * self.training.seq_len * degree // grid.num_ranks)
             held = self._static(kind, degree, grid.num_replicas * grid.num_ranks // degree, grid.zero)
