@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "openelm": "OpenELMForCausalLM",
 }
 
 
@@ -40,12 +41,13 @@ def config_of(model: ModelSpec) -> dict[str, object]:
             config = _gpt2(model, attention, dense)
         else:
             config = _decoder(model, attention, dense, sparse, [layer.attention for layer in layers], forward)
-        try:
-            read = model_from_config(config, name=model.name, where="the written config.json")
-        except BadInputError:
-            read = None
-        if read == model:
-            return {"architectures": [_ARCHITECTURES[str(config["model_type"])]], **config}
+        for written in (config, _openelm(model)):
+            try:
+                read = model_from_config(written, name=model.name, where="the written config.json")
+            except BadInputError:
+                continue
+            if read == model:
+                return {"architectures": [_ARCHITECTURES[str(written["model_type"])]], **written}
     raise BadInputError(
         f"model {model.name} cannot be written as a Hugging Face model: no family of {', '.join(_ARCHITECTURES)} has "
         "exactly these layers. Its checkpoints stay usable here."
@@ -146,6 +148,31 @@ def _gemma(model: ModelSpec, attentions: list[Attention]) -> dict[str, object]:
         if far.rope_factor != 1.0:
             config["rope_scaling"] = {"rope_type": "linear", "factor": far.rope_factor}
     return config
+
+
+def _openelm(model: ModelSpec) -> dict[str, object]:
+    """The one format whose layers may have unlike widths."""
+    layers = [layer for layer in model.layers for _ in range(layer.repeat)]
+    attentions = [layer.attention for layer in layers if layer.attention is not None]
+    forward = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, Mlp)]
+    first = attentions[0]
+    return {
+        "model_type": "openelm",
+        "vocab_size": model.vocab,
+        "model_dim": model.hidden,
+        "num_transformer_layers": model.num_layers,
+        "head_dim": first.head_dim,
+        "num_query_heads": [part.num_heads for part in attentions],
+        "num_kv_heads": [part.num_kv_heads for part in attentions],
+        "ffn_multipliers": [part.ffn / model.hidden for part in forward],
+        "ffn_dim_divisor": 1,
+        "ffn_with_glu": all(part.gated for part in forward),
+        "activation_fn_name": _ACTIVATION_NAMES[forward[0].activation] if forward else None,
+        "normalize_qk_projections": first.qk_norm,
+        "share_input_output_layers": model.head.tied,
+        "rope_freq_constant": first.rope_theta,
+        "max_context_length": model.max_positions,
+    }
 
 
 def _gpt2(model: ModelSpec, attention: Attention, dense: Mlp | None) -> dict[str, object]:

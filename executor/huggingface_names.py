@@ -90,6 +90,21 @@ _GPT2_MLP = {
     "up_bias": "mlp.c_fc.bias",
     "down_bias": "mlp.c_proj.bias",
 }
+_OPENELM_ATTENTION = {
+    "norm": "attn_norm.weight",
+    "query": "attn.qkv_proj.weight",
+    "key": "attn.qkv_proj.weight",
+    "value": "attn.qkv_proj.weight",
+    "output": "attn.out_proj.weight",
+    "query_norm": "attn.q_norm.weight",
+    "key_norm": "attn.k_norm.weight",
+}
+_OPENELM_MLP = {
+    "norm": "ffn_norm.weight",
+    "gate": "ffn.proj_1.weight",
+    "up": "ffn.proj_1.weight",
+    "down": "ffn.proj_2.weight",
+}
 _PLACE_IN_C_ATTN = {"query": 0, "key": 1, "value": 2}
 _TRANSPOSED_IN_LINEAR = {"output", "down"}
 _TRANSPOSED_IN_CONV1D = {"query", "key", "value", "up"}
@@ -140,6 +155,25 @@ def _gpt2(layer: int, module: AnyModule, tensor: TensorSpec) -> Iterator[Source]
             yield Source(whole, last.get(tensor.name, "lm_head.weight"))
 
 
+def _openelm(layer: int, module: AnyModule, tensor: TensorSpec) -> Iterator[Source]:
+    """Query, key and value are rows of one tensor, and so are gate and up."""
+    whole = Interval(0, tensor.rows)
+    prefix = f"transformer.layers.{layer}."
+    match module:
+        case Embedding():
+            yield Source(whole, "transformer.token_embeddings.weight")
+        case Attention():
+            queries, keys = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
+            first = {"query": 0, "key": queries, "value": queries + keys}.get(tensor.name, 0)
+            name = prefix + _OPENELM_ATTENTION[tensor.name]
+            yield Source(whole, name, tensor.name in _TRANSPOSED_IN_LINEAR, first)
+        case Mlp():
+            first = module.ffn if tensor.name == "up" and module.gated else 0
+            yield Source(whole, prefix + _OPENELM_MLP[tensor.name], tensor.name in _TRANSPOSED_IN_LINEAR, first)
+        case Head():
+            yield Source(whole, "transformer.norm.weight" if tensor.name == "norm" else "lm_head.weight")
+
+
 _FAMILIES: dict[str, _Names] = {
     "llama": _LlamaLike(),
     "mistral": _LlamaLike(),
@@ -150,10 +184,11 @@ _FAMILIES: dict[str, _Names] = {
     "gemma2": _LlamaLike(mlp=_GEMMA_MLP, attention=_GEMMA_ATTENTION),
     "gemma3_text": _LlamaLike(mlp=_GEMMA_MLP, attention=_GEMMA_ATTENTION),
     "gpt2": _gpt2,
+    "openelm": _openelm,
 }
 
 # Some checkpoints hold the bare decoder: the same names without this prefix.
-PREFIXES = {"gpt2": "transformer."}
+PREFIXES = {"gpt2": "transformer.", "openelm": "transformer."}
 DEFAULT_PREFIX = "model."
 
 # Buffers that older files carry; they follow from the configuration.

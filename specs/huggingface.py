@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from specs.base import first_problem
 from specs.errors import BadInputError
 from specs.huggingface_keys import ConfigKeys
+from specs.huggingface_parts import attention_of, decoder_of, gated_mlp_of, head_dim_of, rope_of
 from specs.model import (
     Attention,
     Embedding,
@@ -25,7 +26,6 @@ from specs.model import (
     ModelSpec,
     Moe,
     Norm,
-    RopeScaling,
 )
 
 
@@ -55,16 +55,16 @@ def model_from_config(data: object, *, name: str, where: str) -> ModelSpec:
 
 def _llama(config: ConfigKeys, name: str) -> ModelSpec:
     bias = config.flag("attention_bias", False)
-    attention = _attention(config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias)
-    mlp = _gated_mlp(config, norm=attention.norm, bias=config.flag("mlp_bias", False))
-    return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
+    attention = attention_of(config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias)
+    mlp = gated_mlp_of(config, norm=attention.norm, bias=config.flag("mlp_bias", False))
+    return decoder_of(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
 
 
 def _mistral(config: ConfigKeys, name: str) -> ModelSpec:
     window = config.size("sliding_window") if config.has("sliding_window") else None
-    attention = _attention(config, norm_epsilon=1e-6, window=window)
-    mlp = _gated_mlp(config, norm=attention.norm)
-    return _decoder(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
+    attention = attention_of(config, norm_epsilon=1e-6, window=window)
+    mlp = gated_mlp_of(config, norm=attention.norm)
+    return decoder_of(config, name, [Layer(attention=attention, feed_forward=mlp)] * config.num_layers())
 
 
 def _qwen2(config: ConfigKeys, name: str) -> ModelSpec:
@@ -87,7 +87,7 @@ def _qwen(
 ) -> ModelSpec:
     layers = []
     for window in _qwen_windows(config):
-        attention = _attention(
+        attention = attention_of(
             config,
             norm_epsilon=1e-6,
             qkv_bias=qkv_bias,
@@ -96,8 +96,8 @@ def _qwen(
             default_head_dim=default_head_dim,
             window=window,
         )
-        layers.append(Layer(attention=attention, feed_forward=_gated_mlp(config, norm=attention.norm)))
-    return _decoder(config, name, layers)
+        layers.append(Layer(attention=attention, feed_forward=gated_mlp_of(config, norm=attention.norm)))
+    return decoder_of(config, name, layers)
 
 
 def _qwen_windows(config: ConfigKeys) -> list[int | None]:
@@ -120,7 +120,7 @@ def _qwen_windows(config: ConfigKeys) -> list[int | None]:
 
 def _mixtral(config: ConfigKeys, name: str) -> ModelSpec:
     window = config.size("sliding_window") if config.has("sliding_window") else None
-    attention = _attention(config, norm_epsilon=1e-5, default_rope_theta=1e6, window=window)
+    attention = attention_of(config, norm_epsilon=1e-5, default_rope_theta=1e6, window=window)
     moe = Moe(
         hidden=attention.hidden,
         num_experts=config.size("num_local_experts"),
@@ -129,7 +129,7 @@ def _mixtral(config: ConfigKeys, name: str) -> ModelSpec:
         activation=config.activation("hidden_act", "silu"),
         norm=attention.norm,
     )
-    return _decoder(config, name, [Layer(attention=attention, feed_forward=moe)] * config.num_layers())
+    return decoder_of(config, name, [Layer(attention=attention, feed_forward=moe)] * config.num_layers())
 
 
 def _qwen3_moe(config: ConfigKeys, name: str) -> ModelSpec:
@@ -137,7 +137,7 @@ def _qwen3_moe(config: ConfigKeys, name: str) -> ModelSpec:
         raise config.fail("'norm_topk_prob' is false, which is not supported: expert weights always add up to 1.")
     config.refuse("use_sliding_window", (False,), "windows of this type are not read")
     bias = config.flag("attention_bias", False)
-    attention = _attention(config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    attention = attention_of(config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias, qk_norm=True)
     moe = Moe(
         hidden=attention.hidden,
         # transformers 5 writes the newer name.
@@ -154,13 +154,13 @@ def _qwen3_moe(config: ConfigKeys, name: str) -> ModelSpec:
     layers = []
     for index in range(config.num_layers()):
         sparse = index not in dense and (index + 1) % every == 0
-        part = moe if sparse else _gated_mlp(config, norm=attention.norm)
+        part = moe if sparse else gated_mlp_of(config, norm=attention.norm)
         layers.append(Layer(attention=attention, feed_forward=part))
-    return _decoder(config, name, layers)
+    return decoder_of(config, name, layers)
 
 
 def _gemma2(config: ConfigKeys, name: str) -> ModelSpec:
-    theta, scaling = _rope(config, 10000.0)
+    theta, scaling = rope_of(config, 10000.0)
     rope: dict[str, object] = {"rope_theta": theta, "rope_scaling": scaling}
     return _gemma(config, name, {"full_attention": rope, "sliding_attention": rope}, every=2, caps=(50.0, 30.0))
 
@@ -211,7 +211,7 @@ def _gemma(
     if len(types) != num_layers or not set(types) <= set(rope):
         raise config.fail(f"layer_types needs {num_layers} entries, each one of {', '.join(sorted(rope))}.")
     bias = config.flag("attention_bias", False)
-    shape = _attention(
+    shape = attention_of(
         config, norm_epsilon=1e-6, qkv_bias=bias, output_bias=bias, qk_norm=qk_norm, default_head_dim=256, rope=False
     )
     norm = shape.norm.model_copy(update={"unit_offset": True})
@@ -232,7 +232,7 @@ def _gemma(
             "window": config.size_or("sliding_window", 4096) if kind == "sliding_attention" else None,
         }
         layers.append(Layer(attention=shape.model_copy(update={**common, **rope[kind]}), feed_forward=mlp))
-    model = _decoder(config, name, layers, tied=True)
+    model = decoder_of(config, name, layers, tied=True)
     return model.model_copy(
         update={
             "embedding": model.embedding.model_copy(update={"scale": shape.hidden**0.5}),
@@ -252,7 +252,7 @@ def _gpt2(config: ConfigKeys, name: str) -> ModelSpec:
             hidden=hidden,
             num_heads=num_heads,
             num_kv_heads=num_heads,
-            head_dim=_head_dim(config, hidden, num_heads, None),
+            head_dim=head_dim_of(config, hidden, num_heads, None),
             norm=norm,
             qkv_bias=True,
             output_bias=True,
@@ -278,88 +278,67 @@ def _gpt2(config: ConfigKeys, name: str) -> ModelSpec:
     )
 
 
-def _attention(
-    config: ConfigKeys,
-    *,
-    norm_epsilon: float,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    qk_norm: bool = False,
-    default_head_dim: int | None = None,
-    default_rope_theta: float = 10000.0,
-    window: int | None = None,
-    rope: bool = True,
-) -> Attention:
-    """Attention of the Llama family and its relatives; `rope` False: the caller reads the rotary embedding."""
-    hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    theta, scaling = _rope(config, default_rope_theta) if rope else (default_rope_theta, None)
-    return Attention(
-        hidden=hidden,
-        num_heads=num_heads,
-        num_kv_heads=config.size_or("num_key_value_heads", num_heads),
-        head_dim=_head_dim(config, hidden, num_heads, default_head_dim),
-        norm=Norm(epsilon=config.number_or("rms_norm_eps", norm_epsilon)),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        qk_norm=qk_norm,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        window=window,
+def _openelm(config: ConfigKeys, name: str) -> ModelSpec:
+    """Every layer has its own numbers of heads and of FFN columns (arXiv 2404.14619)."""
+    config.refuse("normalization_layer_name", ("rms_norm",), "norms are RMSNorm")
+    hidden, vocab, num_layers = (
+        config.size("model_dim"),
+        config.size("vocab_size"),
+        config.num_layers("num_transformer_layers"),
     )
-
-
-def _head_dim(config: ConfigKeys, hidden: int, num_heads: int, default: int | None) -> int:
-    if config.has("head_dim"):
-        return config.size("head_dim")
-    if default is not None:
-        return default
-    if hidden % num_heads:
-        raise config.fail(f"hidden size {hidden} is not a multiple of {num_heads} heads and no head_dim is given.")
-    return hidden // num_heads
-
-
-def _rope(config: ConfigKeys, default_theta: float) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from `rope_parameters` (transformers 5) or the older keys."""
-    config.refuse("partial_rotary_factor", (1, 1.0), "the whole head is rotated")
-    parameters = config.part("rope_parameters")
-    scaling = parameters if parameters.keys else config.part("rope_scaling")
-    theta = parameters.number_or("rope_theta", config.number_or("rope_theta", default_theta))
-    kind = scaling.keys.get("rope_type", scaling.keys.get("type", "default"))
-    scaling.refuse("partial_rotary_factor", (1, 1.0), "the whole head is rotated")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise scaling.fail(f"rope type {kind!r} is not supported; supported are default and llama3.")
-    return theta, RopeScaling(
-        factor=scaling.number("factor"),
-        low_frequency_factor=scaling.number("low_freq_factor"),
-        high_frequency_factor=scaling.number("high_freq_factor"),
-        original_positions=scaling.size("original_max_position_embeddings"),
+    norm = Norm(epsilon=1e-6)
+    queries, groups, multipliers = (
+        _by_layer(config, key, num_layers) for key in ("num_query_heads", "num_kv_heads", "ffn_multipliers")
     )
-
-
-def _gated_mlp(config: ConfigKeys, *, norm: Norm, bias: bool = False) -> Mlp:
-    return Mlp(
-        hidden=config.size("hidden_size"),
-        ffn=config.size("intermediate_size"),
-        activation=config.activation("hidden_act", "silu"),
-        bias=bias,
-        norm=norm,
-    )
-
-
-def _decoder(config: ConfigKeys, name: str, layers: list[Layer], *, tied: bool = False) -> ModelSpec:
-    """Embedding, the layers (equal neighbours collapsed) and the head of a Llama-like model."""
-    hidden, vocab = config.size("hidden_size"), config.size("vocab_size")
-    attention = layers[0].attention
-    assert attention is not None
+    if not all(isinstance(count, int) for count in (*queries, *groups)):
+        raise config.fail("'num_query_heads' and 'num_kv_heads' need whole numbers.")
+    divisor = config.size_or("ffn_dim_divisor", 256)
+    layers = [
+        Layer(
+            attention=Attention(
+                hidden=hidden,
+                num_heads=int(queries[i]),
+                num_kv_heads=int(groups[i]),
+                head_dim=config.size("head_dim"),
+                norm=norm,
+                qk_norm=config.flag("normalize_qk_projections", False),
+                rope_theta=config.number_or("rope_freq_constant", 10000.0),
+            ),
+            feed_forward=Mlp(
+                hidden=hidden,
+                ffn=_nearest_multiple(multipliers[i] * hidden, divisor),
+                gated=config.flag("ffn_with_glu", True),
+                activation=config.activation("activation_fn_name", "swish"),
+                norm=norm,
+            ),
+        )
+        for i in range(num_layers)
+    ]
     return ModelSpec(
         name=name,
         embedding=Embedding(hidden=hidden, vocab=vocab),
         layers=tuple(layer.model_copy(update={"repeat": len(list(equal))}) for layer, equal in groupby(layers)),
-        head=Head(hidden=hidden, vocab=vocab, tied=config.flag("tie_word_embeddings", tied), norm=attention.norm),
-        max_positions=config.size("max_position_embeddings") if config.has("max_position_embeddings") else None,
+        head=Head(hidden=hidden, vocab=vocab, tied=config.flag("share_input_output_layers", True), norm=norm),
+        max_positions=config.size_or("max_context_length", 2048),
     )
+
+
+def _by_layer(config: ConfigKeys, key: str, num_layers: int) -> list[float]:
+    """A list of positive numbers, one per layer."""
+    values = config.keys.get(key)
+    if not isinstance(values, list) or len(values) != num_layers or not all(_is_positive(value) for value in values):
+        raise config.fail(f"{key!r} is {values!r}, a list of {num_layers} positive numbers is needed.")
+    return values
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _nearest_multiple(value: float, divisor: int) -> int:
+    """The nearest multiple, but never more than a tenth less than the value: the rule of OpenELM's own code."""
+    nearest = max(divisor, int(value + divisor / 2) // divisor * divisor)
+    return nearest + divisor if nearest < 0.9 * value else nearest
 
 
 _FAMILIES: dict[str, Callable[[ConfigKeys, str], ModelSpec]] = {
@@ -372,5 +351,6 @@ _FAMILIES: dict[str, Callable[[ConfigKeys, str], ModelSpec]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3_text,
     "gpt2": _gpt2,
+    "openelm": _openelm,
 }
 MODEL_TYPES = tuple(sorted(_FAMILIES))

@@ -137,6 +137,13 @@ SURFACE: dict[str, set[str]] = {
         "ACTIVATIONS",
         "ConfigKeys",
     },
+    "specs.huggingface_parts": {
+        "attention_of",
+        "decoder_of",
+        "gated_mlp_of",
+        "head_dim_of",
+        "rope_of",
+    },
     "specs.layout": {
         "Cuts",
         "Interval",

@@ -27,6 +27,8 @@ SMALL = {
     "max_position_embeddings": 64,
 }
 GPT2 = {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
+OPENELM = {"vocab_size": 97, "model_dim": 48, "num_transformer_layers": 2, "head_dim": 8}
+SIZES = {"gpt2": GPT2, "openelm": OPENELM}
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
@@ -160,7 +162,10 @@ def test_windows_follow_max_window_layers() -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_each_missing_size_is_named(model_type: str) -> None:
     full: dict[str, Any] = {
-        **(GPT2 if model_type == "gpt2" else SMALL),
+        **SIZES.get(model_type, SMALL),
+        "num_query_heads": [6, 8],
+        "num_kv_heads": [3, 4],
+        "ffn_multipliers": [0.5, 1.9],
         "model_type": model_type,
         "norm_topk_prob": True,
         **({"num_local_experts": 4} if model_type == "mixtral" else {"num_experts": 4}),
@@ -171,9 +176,52 @@ def test_each_missing_size_is_named(model_type: str) -> None:
     optional = {"num_key_value_heads", "max_position_embeddings"}
     if model_type == "qwen3_moe":  # the width of dense layers, of which there are none here
         optional.add("intermediate_size")
-    for key in set(GPT2 if model_type == "gpt2" else SMALL) - optional:
+    for key in set(SIZES.get(model_type, SMALL)) - optional:
         without = {name: value for name, value in full.items() if name != key}
         assert f"the key '{key}' is missing" in refusal(without)
+
+
+def test_openelm_270m_has_its_published_size() -> None:
+    """The lists of apple/OpenELM-270M's config.json; 271,527,168 parameters by its model card."""
+    model = read(
+        {
+            "model_type": "openelm",
+            "vocab_size": 32000,
+            "model_dim": 1280,
+            "num_transformer_layers": 16,
+            "head_dim": 64,
+            "num_query_heads": [12, 12, 12, 12, 12, 16, 16, 16, 16, 16, 16, 16, 20, 20, 20, 20],
+            "num_kv_heads": [3, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5, 5],
+            "ffn_multipliers": [
+                0.5,
+                0.73,
+                0.97,
+                1.2,
+                1.43,
+                1.67,
+                1.9,
+                2.13,
+                2.37,
+                2.6,
+                2.83,
+                3.07,
+                3.3,
+                3.53,
+                3.77,
+                4.0,
+            ],
+            "normalize_qk_projections": True,
+        }
+    )
+    assert num_parameters(model.modules()) == 271_527_168
+
+
+def test_openelm_lists_are_checked() -> None:
+    lists = {"num_query_heads": [6, 8], "num_kv_heads": [3, 4], "ffn_multipliers": [0.5, 1.9]}
+    whole = {"model_type": "openelm", **OPENELM, **lists}
+    assert "a list of 2 positive numbers is needed" in refusal({**whole, "num_kv_heads": [3]})
+    assert "a list of 2 positive numbers is needed" in refusal({**whole, "ffn_multipliers": 4.0})
+    assert "need whole numbers" in refusal({**whole, "num_query_heads": [6.0, 8]})
 
 
 @pytest.mark.parametrize(
