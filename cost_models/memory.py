@@ -99,9 +99,8 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
     #   its product
     #   c tokens of the rank's chunk, T tokens of its block, h hidden, d head_dim, a bytes of an activation;
     #   q query heads, k KV heads, f columns (3 gated, 2 not), v vocabulary rows on this rank.  n = 2, the input and
-    #   the normalised input (3 where torch has no fused RMSNorm); the head keeps the finished gradients of its
-    #   input and weight instead of logits.  Rotary embeddings leave the output in another order, so that it is kept
-    #   twice: + T q d.  Leaves out statistics of norms (4 or 8 bytes per token) and the rotary table.
+    #   the normalised input; the head keeps the finished gradients of its input and weight instead of logits.
+    #   Leaves out statistics of norms (4 or 8 bytes per token) and the rotary table.
     """
     size, block_tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
     chunk = size * share.chunk_tokens * module.hidden
@@ -110,7 +109,7 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
     if recompute == "full":
         return chunk + (TOKEN_ID_BYTES * block_tokens if isinstance(module, Head) else 0)
     selective = recompute == "selective"
-    chunks = chunk * (2 + (module.norm.kind == "rmsnorm" and precision == "fp32"))
+    chunks = 2 * chunk
     match module:
         case Attention():
             return chunks + _attention_bytes(module, share, precision, selective)
@@ -136,10 +135,8 @@ def _attention_bytes(module: Attention, share: Share, precision: Precision, sele
     if not selective:
         heads = queries * 2 + 2 * (kv_heads if _whole_kv_groups(module, share.units) else queries)
         log_sum_exp = LOG_SUM_EXP_BYTES * share.block_tokens * queries
-        if module.rope_theta is not None:
-            heads += queries
         if module.qk_norm:
-            heads += (queries + kv_heads) * (2 if precision == "fp32" else 1)
+            heads += queries + kv_heads
     return ACTIVATION_BYTES[precision] * share.block_tokens * heads * module.head_dim + log_sum_exp
 
 
@@ -147,14 +144,13 @@ def _latent_attention_bytes(module: LatentAttention, share: Share, precision: Pr
     """Low-rank vectors before and after their norms on the rank's chunk, and the heads' queries, keys and values.
 
     # a (2 c l + T n (2 d + r + 2 v)) + 4 T n;  selective: a (2 c l + T n (2 d + r + v))
-    #   l latent width, n heads, d, r, v widths of a head's part without positions, with them, and of its value; as of
-    #   attention the output is kept in both orders: + a T n v; and joined keys add a T n r.  A formula: no executor
-    #   that was measured runs this module.
+    #   l latent width, n heads, d, r, v widths of a head's part without positions, with them, and of its value; joined
+    #   keys add a T n r.  A formula: no executor that was measured runs this module.
     """
     heads = share.units.size
     width = module.key_dim + module.head_dim + module.value_dim
     if not selective:
-        width += module.rope_dim + 2 * module.value_dim
+        width += module.rope_dim + module.value_dim
     kept = 2 * share.chunk_tokens * module.latent_width + share.block_tokens * heads * width
     log_sum_exp = 0 if selective else LOG_SUM_EXP_BYTES * share.block_tokens * heads
     return ACTIVATION_BYTES[precision] * kept + log_sum_exp

@@ -150,6 +150,34 @@ def gated_activation(activation: Callable[[Tensor], Tensor], gate: Tensor, up: T
     return _GatedActivation.apply(activation, gate, up)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """y = x r w with r = 1 / sqrt(mean x^2 + epsilon), keeping x and r; torch keeps x twice where it has no kernel."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, epsilon: float):  # type: ignore[no-untyped-def]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        x, weight, scale = ctx.saved_tensors
+        normed = x.to(scale.dtype) * scale
+        grad = grad.to(scale.dtype)
+        grad_weight = (grad * normed).flatten(0, -2).sum(dim=0)
+        grad = grad * weight
+        grad_x = scale * (grad - normed * (grad * normed).mean(dim=-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension (arXiv 1910.07467), by torch's fused kernel where there is one."""
+    if x.is_cuda and x.dtype == weight.dtype:
+        return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    return _RmsNorm.apply(x, weight, epsilon)
+
+
 class _Rotate(torch.autograd.Function):
     """Rotary embedding; its backward is the rotation by the negative angle, so nothing is kept but the table."""
 
@@ -167,7 +195,10 @@ class _Rotate(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    out = torch.empty_like(x)  # in x's own order of dimensions, so that attention's output needs no copy
+    torch.sub(first * cos, second * sin, out=out[..., :half])
+    torch.add(second * cos, first * sin, out=out[..., half:])
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from executor.functions import (
     gather_linear,
     linear_scatter,
     recomputed_core,
+    rms_norm,
     rotate,
     scatter,
     vocabulary_cross_entropy,
@@ -40,13 +41,11 @@ ACTIVATIONS = {
 }
 
 
-def rms_norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """RMSNorm over the last dimension (arXiv 1910.07467)."""
+def normalise_rms(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm; with a unit offset the weight is its difference from 1, which half precision would lose."""
     if norm.unit_offset:
-        # 1 + weight in half precision would lose most of the weight.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), x.shape[-1:], 1 + weight.to(wide), norm.epsilon).to(x.dtype)
-    return F.rms_norm(x, x.shape[-1:], weight, norm.epsilon)
+        weight = 1 + weight.to(torch.promote_types(x.dtype, torch.float32))
+    return rms_norm(x, weight, norm.epsilon)
 
 
 class BlockModule(nn.Module):
@@ -73,7 +72,7 @@ class BlockModule(nn.Module):
         """The module's input norm (or the one of that name), on the rank's own tokens."""
         if norm.kind == "layernorm":
             return F.layer_norm(x, x.shape[-1:], getattr(self, name), getattr(self, f"{name}_bias"), norm.epsilon)
-        return rms_norm(x, getattr(self, name), norm)
+        return normalise_rms(x, getattr(self, name), norm)
 
     def finish(self, x: Tensor, y: Tensor, bias: str) -> Tensor:
         """The residual chunk and the module's summed output -> the next residual chunk."""
@@ -181,7 +180,7 @@ class AttentionModule(BlockModule):
         width = self.spec.head_dim
         q, k, v = (x.view(-1, seq_len, x.shape[-1] // width, width).transpose(1, 2) for x in (query, key, value))
         if qk_norms:
-            q, k = rms_norm(q, qk_norms[0], self.spec.norm), rms_norm(k, qk_norms[1], self.spec.norm)
+            q, k = normalise_rms(q, qk_norms[0], self.spec.norm), normalise_rms(k, qk_norms[1], self.spec.norm)
         if self.spec.rope_theta is not None:
             kind = (self.spec.rope_theta, self.spec.rope_factor, self.spec.rope_scaling, width)
             table = rope_table(*kind, table_len, query.dtype, query.device)
