@@ -82,6 +82,58 @@ def test_characters_are_written_whole() -> None:
     assert [text for text in written if text] == ["a", "é", "€", "\N{REPLACEMENT CHARACTER}"]
 
 
+def byte_pairs(path: Path) -> Path:
+    """A small byte-level BPE tokenizer, saved as tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the quick brown fox jumps. "], trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_goes_there_and_back(tmp_path: Path) -> None:
+    text = Text(byte_pairs(tmp_path / "tokenizer.json"))
+    assert 256 < text.num_ids <= 270
+    sentence = "the quick brown fôx€ jumps. "
+    ids, written = text.ids(sentence), []
+    assert len(ids) < len(sentence.encode())
+    put = text.printer(written.append)
+    for i, token in enumerate(ids):
+        put(token, i == len(ids) - 1)
+    assert "".join(written) == sentence
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in written)
+
+
+def test_an_imported_model_brings_its_tokenizer(tmp_path: Path) -> None:
+    """Import, train, generate, evaluate, export: nobody names a tokenizer, nothing is lost on the way."""
+    import transformers
+
+    config = transformers.LlamaConfig.from_dict({**CONFIGS["llama"].to_dict(), "vocab_size": 270, "eos_token_id": 0})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    byte_pairs(tmp_path / "model" / "tokenizer.json")
+    plans(load_model(str(tmp_path / "model")))["tp 4"].save(tmp_path / "plan.json")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps. " * 200)
+    data = ("--data", tmp_path / "text.txt")
+    run, source = tmp_path / "run", ("--from", tmp_path / "model")
+    for command in (
+        ("train", tmp_path / "plan.json", "--out", run, *source, *data, "--steps", 40, "--learning-rate", 1e-2),
+        ("generate", run, "--prompt", "the quick ", "--max-tokens", 5),
+        ("generate", tmp_path / "plan.json", *source, "--prompt", "the", "--max-tokens", 5, "--temperature", 1.0),
+        ("eval", tmp_path / "plan.json", *source, *data),
+        ("export-weights", run, "-o", tmp_path / "back"),
+    ):
+        done = _plait(*command)
+        assert done.returncode == 0, (command, done.stderr)
+        assert done.stdout or command[0] == "train"
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "model" / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == 0
+
+
 def _plait(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
