@@ -28,6 +28,7 @@ from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource
 from planner.partition import Partition, PipelineShape, best_partition, pipeline_bound
+from planner.rates import Exposure
 from planner.space import Grid, divisors
 from planner.stage import OptionTable, StageChoice, StageSolver
 
@@ -91,17 +92,28 @@ class GridSearch:
             count * min(float(menu.tables[kind].spread.min()) for menu in menus)
             for kind, count in enumerate(chain.totals.tolist())
         )
-        less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks))
-        self.other = overhead.other_seconds_per_step - less
+        self.less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks))
+        self.other = overhead.other_seconds_per_step
         self.constant = self.other + self.jitter * float(np.sqrt(m * least_spread / grid.num_stages))
         visits = m + grid.num_stages - 1
+        self._costs = source.costs
+        exposure = self._exposure(source.rates.exposures(grid.zero)) if with_sync else Exposure(0.0, 0.0)
         self._solvers = [
             [
-                StageSolver(menu.tables, chain.counts, capacity, sync_weight=sync, update_weight=1.0 / visits)
+                StageSolver(
+                    menu.tables,
+                    chain.counts,
+                    capacity,
+                    sync_weight=part.of_sync / m,
+                    update_weight=1.0 / visits,
+                    hiding=part.of_backward / m,
+                )
                 for menu in menus
             ]
-            for sync in (1.0 / m if with_sync else 0.0, 0.0)
+            for part in (exposure, Exposure(0.0, 0.0))
         ]
+        # The first stage's backward pass also has host time.
+        self.constant -= exposure.of_backward * self.host + exposure.of_sync * self.less
         self._values = self._weighted_bounds()
         self._results: dict[tuple[bool, int, int], StageResult | None] = {}
 
@@ -141,8 +153,24 @@ class GridSearch:
         )
         seconds = [f + b + 2.0 * self.host for f, b in zip(forward, backward, strict=True)]
         straggler = self.jitter * float(np.sqrt(self.grid.num_micro_batches * max(spread)))
-        once = self._total(stages[0], "sync") + max(update)
+        sync = max(0.0, self._total(stages[0], "sync") - self.less)
+        exposed = self._costs.exposed_gradient_sync(sync, backward[0] + self.host, sharded=bool(self.grid.zero))
+        once = exposed + max(update)
         return pipeline_bound(self.shape, seconds) + once + straggler + self.other
+
+    def _exposure(self, candidates: tuple[Exposure, Exposure]) -> Exposure:
+        """The bound of exposed sync that says more here; both hold.  Judged by an average stage's fastest options."""
+
+        def average(column: str) -> float:
+            least = [min(float(getattr(menu.tables[k], column).min()) for menu in self.menus) for k in self._kinds]
+            return float(self.chain.totals @ np.array(least)) / self.grid.num_stages
+
+        sync, backward = average("sync"), average("backward")
+        return max(candidates, key=lambda part: part.of_sync * sync - part.of_backward * backward)
+
+    @property
+    def _kinds(self) -> range:
+        return range(len(self.chain.modules))
 
     def _partition(self, *, at_least: float, below: float, accuracy: float) -> Partition | None:
         chain = self.chain

@@ -18,14 +18,21 @@ from specs.plan import TrainingSpec
 from specs.profile import CollectiveOp
 
 # A backward pass long enough to hide whatever can be hidden.
-LONG_SECONDS = 1e12
+LONG_SECONDS = 1e6
 
 
 class SyncRate(NamedTuple):
-    """Exposed seconds of gradient sync are at least `per_element` x elements - `less`."""
+    """Seconds of gradient collectives are at least `per_element` x elements - `less`."""
 
     per_element: float
     less: float
+
+
+class Exposure(NamedTuple):
+    """Exposed seconds of gradient sync are at least `of_sync` x all of them - `of_backward` x the last backward."""
+
+    of_sync: float
+    of_backward: float
 
 
 class Rates:
@@ -46,7 +53,7 @@ class Rates:
         return min(self._costs.optimizer(size) / size for size in sizes)
 
     def sync(self, grid: Grid, degree: int) -> SyncRate:
-        """Of the first stage's gradient collectives of tensors that blocks of `degree` ranks cut."""
+        """Of the first stage's gradient collectives, hidden or not, of tensors that blocks of `degree` ranks cut."""
         shape = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, degree)
         if shape not in self._spans:
             self._spans[shape] = self._topology.span(grid.stage_positions(0)[:, ::degree].reshape(-1))
@@ -56,6 +63,16 @@ class Rates:
         if key not in self._sync:
             self._sync[key] = self._sync_rate(*key)
         return self._sync[key]
+
+    def exposures(self, zero: int) -> tuple[Exposure, Exposure]:
+        """Two bounds of the exposed part: beside a backward pass so long that nothing more can hide, and beside one
+        so short that it is full.  (What hides grows with both, ever more slowly.)
+        """
+        sharded = bool(zero)
+        hidden_at_best = self._costs.exposed_gradient_sync(1.0, LONG_SECONDS, sharded=sharded)
+        alone = self._costs.exposed_gradient_sync(LONG_SECONDS, 0.0, sharded=sharded)
+        beside = self._costs.exposed_gradient_sync(LONG_SECONDS, 1.0, sharded=sharded)
+        return Exposure(hidden_at_best, 0.0), Exposure(alone / LONG_SECONDS, alone - beside)
 
     def _sync_rate(self, span: Span, zero: int) -> SyncRate:
         """# t(n) >= r n - c    n elements; r = t(B) / B at a full bucket B (or the whole model, if smaller); c the most
@@ -71,7 +88,7 @@ class Rates:
                 whole += self._collective(span, "all_gather", self._weight_bytes * num_elements)
             else:
                 whole = self._collective(span, "all_reduce", GRADIENT_BYTES * num_elements)
-            return self._costs.exposed_gradient_sync(whole, LONG_SECONDS, sharded=bool(zero))
+            return whole
 
         rate = seconds(full) / full
         sizes = {max(1, most >> shift) for shift in range(12)}

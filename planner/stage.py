@@ -53,7 +53,8 @@ class StageChoice:
 class StageSolver:
     """Solves stages by content: least weighted seconds within `capacity` bytes.
 
-    # weighted = forward + backward + a sync + b update      a, b weights of once-a-step seconds
+    # weighted = forward + (1 - h) backward + a sync + b update
+    #   a, b weights of once-a-step seconds, h the part of backward that hides gradient sync
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StageSolver:
         *,
         sync_weight: float,
         update_weight: float,
+        hiding: float,
     ) -> None:
         self.tables = tables
         self.counts = counts
@@ -71,7 +73,8 @@ class StageSolver:
         self.num_labels = 0
         self._weights = counts.astype(np.float64)  # floats multiply fast
         self.weighted = [
-            table.forward + table.backward + sync_weight * table.sync + update_weight * table.update for table in tables
+            table.forward + (1.0 - hiding) * table.backward + sync_weight * table.sync + update_weight * table.update
+            for table in tables
         ]
         least = np.array([table.working.min() for table in tables])
         self._least_working: Floats = np.where(counts > 0, least, 0.0).max(axis=1)

@@ -67,13 +67,13 @@ class UniformSearch:
             schedule=self._grid.schedule,
         )
         stages = (seconds + 2.0 * overhead.other_seconds_per_action).tolist()
-        once = float((self._counts @ self._column("update")).max() + self._counts[0] @ self._column("sync"))
-        return (
-            pipeline_bound(shape, stages)
-            + once
-            - self._source.rates.sync(self._grid, self._grid.num_ranks).less
-            + overhead.other_seconds_per_step
-        )
+        less = self._source.rates.sync(self._grid, self._grid.num_ranks).less
+        sync = max(0.0, float(self._counts[0] @ self._column("sync")) - less)
+        backward = float(self._counts[0] @ self._column("backward")) + overhead.other_seconds_per_action
+        sharded = bool(self._grid.zero)
+        once = self._source.costs.exposed_gradient_sync(sync, backward, sharded=sharded)
+        once += float((self._counts @ self._column("update")).max())
+        return pipeline_bound(shape, stages) + once + overhead.other_seconds_per_step
 
     def layout(self) -> Layout:
         assert self._menu is not None
