@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from reports.units import percent, seconds
+from reports.units import num_bytes, percent, seconds
 from specs.base import load_document
 from specs.errors import PlaitError
 from specs.plan import Plan
@@ -54,8 +54,8 @@ def show(text: str) -> None:
 def make_plans(profile: Path) -> dict[str, Path]:
     """The best uniform plan, and the best plan with every freedom."""
     job = ("--model", MODEL, "--profile", profile, "--global-batch", GLOBAL_BATCH, "--seq-len", SEQ_LEN)
-    plans = {"best uniform": OUT / "uniform.json", "chosen": OUT / "plan.json"}
-    plait("plan", *job, "--memory-cap", MEMORY_CAP, "--freedom", "uniform", "-o", plans["best uniform"])
+    plans = {"uniform": OUT / "uniform.json", "chosen": OUT / "plan.json"}
+    plait("plan", *job, "--memory-cap", MEMORY_CAP, "--freedom", "uniform", "-o", plans["uniform"])
     show(plait("plan", *job, "--memory-cap", MEMORY_CAP, "-o", plans["chosen"]))
     return plans
 
@@ -79,43 +79,38 @@ def step_seconds(runs: list[Path]) -> Iterator[float]:
                 yield record.seconds
 
 
+def compared(run: Path) -> dict[str, dict[str, float]]:
+    """What `plait compare` says of a run, as data."""
+    command = [sys.executable, "-m", "cli", "compare", str(run), "--json"]
+    found: dict[str, dict[str, float]] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return found
+
+
 def summary(plans: dict[str, Path], runs: dict[str, list[Path]]) -> Table:
-    """Predicted beside measured, and what the chosen plan's freedom buys."""
-    table = Table(title="Predicted and measured", title_justify="left", title_style="bold", box=None)
-    for column in ("plan", "step predicted", "measured", "10 % .. 90 %", "error", "peak memory", "measured "):
+    """Predicted beside measured for both plans, and what the freedom of each module buys."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("plan", "step predicted", "measured", "error", "10 % .. 90 %", "memory predicted", "measured"):
         table.add_column(column, justify="left" if column == "plan" else "right")
-    gains = []
-    medians = {}
+    steps: dict[str, tuple[float, float]] = {}
     for name, path in plans.items():
-        predicted = load_document(Plan, path, "plan").predicted
-        assert predicted is not None
+        prediction = load_document(Plan, path, "plan").predicted
+        assert prediction is not None
         measured = sorted(step_seconds(runs[name]))
         tenths = statistics.quantiles(measured, n=10, method="inclusive")
-        medians[name] = statistics.median(measured)
-        compared = json.loads(
-            subprocess.run(
-                [sys.executable, "-m", "cli", "compare", str(runs[name][-1]), "--json"],
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            ).stdout
-        )
-        memory = compared["memory_bytes"]["peak"]
+        predicted, median = prediction.step_time_seconds, statistics.median(measured)
+        steps[name] = predicted, median
+        peak = compared(runs[name][-1])["memory_bytes"]["peak"]
         table.add_row(
             name,
-            seconds(predicted.step_time_seconds),
-            seconds(medians[name]),
-            f"{seconds(tenths[0])} .. {seconds(tenths[-1])}",
-            percent(predicted.step_time_seconds / medians[name] - 1, signed=True),
-            f"{memory['predicted'] / 2**20:.1f} MiB",
-            f"{memory['measured'] / 2**20:.1f} MiB",
+            seconds(predicted),
+            seconds(median),
+            percent(predicted / median - 1, signed=True),
+            f"{1e3 * tenths[0]:.0f} .. {1e3 * tenths[-1]:.0f}",
+            num_bytes(peak["predicted"]),
+            num_bytes(peak["measured"]),
         )
-        gains.append(predicted.step_time_seconds)
-    table.add_row(
-        "gain",
-        percent(1 - gains[1] / gains[0]),
-        percent(1 - medians["chosen"] / medians["best uniform"]),
-    )
+    gains = [1 - chosen / uniform for uniform, chosen in zip(steps["uniform"], steps["chosen"], strict=True)]
+    table.add_row("time saved", percent(gains[0]), percent(gains[1]))
     return table
 
 
@@ -135,11 +130,11 @@ def main() -> None:
     first = next(record for record in read_log(run / "log.jsonl") if isinstance(record, StepRecord))
 
     console = Console(highlight=False)
-    console.print()
+    console.print(f"\n[bold]The best uniform plan and the chosen one, under {MEMORY_CAP} a rank[/bold]")
     console.print(summary(plans, runs))
     console.print(
-        f"\nloss {first.loss:.2f} at the start, {held_out.loss:.2f} on held-out text after {held_out.step} steps"
-        f" (bytes of the Python standard library; the whole demo took {time.monotonic() - begin:.0f} s)"
+        f"\nloss {first.loss:.2f} at the start, {held_out.loss:.2f} on held-out text after {held_out.step} steps "
+        f"(bytes of the Python standard library); the whole demo took {time.monotonic() - begin:.0f} s"
     )
     for path, what in (
         (profile, "what this machine does"),
