@@ -169,7 +169,7 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
 
     # backward: gathered input and gathered output gradient (2 T h in a block of several), gradients of the inner
     # tensors and of the weights, and with recomputation the tensors that it brings back
-    # head (in forward): gathered input and its gradient, and a piece of logits in a, 4 and a bytes
+    # head (in forward): gathered input and its gradient, and a piece of logits in 4 bytes (and in a, where shorter)
     """
     size, block_tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
     both = block_tokens * (gathered_width(module) + module.hidden)
@@ -189,7 +189,7 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
             inner = round(size * tokens * (2 * module.hidden + 3 * module.expert_ffn))
         case Head():
             piece = min(block_tokens, max(1, MAX_LOGIT_ELEMENTS // units.size))
-            inner = piece * units.size * (2 * size + 4)
+            inner = piece * units.size * (4 if size == 4 else size + 4)  # in fp32 the loss works in place
     kept = activation_bytes(module, share, precision, recompute)
     return gathered + inner + weights + activation_bytes(module, share, precision) - kept
 
