@@ -309,6 +309,8 @@ def _cut_elements(module: Module, degree: int) -> int:
 
 def _undominated(costs: Floats) -> npt.NDArray[np.int64]:
     """Rows that no other row equals or beats in everything."""
+    if len(costs) == 1:
+        return np.zeros(1, dtype=np.int64)
     order = np.lexsort(costs.T[::-1])
     ordered = costs[order]
     beaten = (ordered[:, None, :] <= ordered[None, :, :]).all(axis=2)
