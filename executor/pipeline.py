@@ -6,6 +6,7 @@ groups of their own.  Receives are posted one action ahead, sends are not waited
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,15 @@ class MicroBatch:
 
     ids: Tensor | None
     targets: Tensor | None
+
+
+# The sends of one chunk, with the tensors that must live until they are done.
+_Sent = list[tuple[dist.Work, Tensor]]
+
+
+def _wait_for(sent: _Sent) -> None:
+    for work, _ in sent:
+        work.wait()
 
 
 @dataclass
@@ -66,7 +76,7 @@ class PipelineRunner:
         )
         self._previous = None if layout.is_first_stage else self._edge(groups, layout.stage_index - 1)
         self._next = None if layout.is_last_stage else self._edge(groups, layout.stage_index + 1)
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: defaultdict[dist.ProcessGroup, deque[_Sent]] = defaultdict(deque)
 
     def _edge(self, groups: Groups, other: int) -> _Edge:
         ranks = {*self._layout.stage_processes(self._layout.stage_index), *self._layout.stage_processes(other)}
@@ -74,9 +84,20 @@ class PipelineRunner:
 
     def _send(self, edge: _Edge, group: dist.ProcessGroup, chunk: Tensor) -> None:
         chunk = chunk.detach().contiguous()
+        works = []
         for process, tokens in edge.transfers:
             part = chunk[tokens.start : tokens.stop]
-            self._sends.append((dist.isend(part, process, group=group), part))
+            works.append((dist.isend(part, process, group=group), part))
+        sends = self._sends[group]
+        sends.append(works)
+        # A schedule never runs further ahead than the pipeline is deep, so the oldest has long arrived: free it.
+        if len(sends) > len(self._layout.pipeline.stages):
+            _wait_for(sends.popleft())
+
+    def _finish_sends(self) -> None:
+        for sends in self._sends.values():
+            while sends:
+                _wait_for(sends.popleft())
 
     def _post_receive(self, edge: _Edge, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
         hidden = self._layout.plan.model.hidden
@@ -124,9 +145,7 @@ class PipelineRunner:
                     with self._clock.term("pipeline_idle"):
                         self._send(self._previous, self._previous.backward, chunk.grad)
         with self._clock.term("pipeline_idle"):
-            for work, _ in self._sends:
-                work.wait()
-        self._sends.clear()
+            self._finish_sends()
         return loss
 
     @torch.no_grad()
@@ -139,9 +158,7 @@ class PipelineRunner:
         _, out = self._forward(MicroBatch(ids, None), received, 1.0)
         if self._next is not None:
             self._send(self._next, self._next.forward, out)
-            for work, _ in self._sends:
-                work.wait()
-            self._sends.clear()
+            self._finish_sends()
         return out
 
     def _forward(self, batch: MicroBatch, received: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
