@@ -20,11 +20,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from reports.units import num_bytes, percent, seconds
 from specs.base import load_document
 from specs.errors import PlaitError
 from specs.plan import Plan
 from specs.runlog import EvaluationRecord, StepRecord, read_log
+from specs.units import num_bytes, percent, seconds
 
 OUT = Path("runs/demo")
 MODEL = "demo"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from planner.describe import describe
-from planner.fit import GIB, least_memory
+from planner.fit import least_memory
 from planner.grid_search import Incumbent
 from planner.layout import Layout
 from planner.search import Searcher
 from planner.space import Grid
 from specs.plan import Alternative, Prediction
+from specs.units import num_bytes
+from specs.units import seconds as format_seconds
 
 
 def alternatives(
@@ -27,19 +29,24 @@ def alternatives(
             break
         if _shape(layout.grid) not in seen:
             seen.add(_shape(layout.grid))
-            slower = seconds / incumbent.seconds - 1.0
+            less = 1.0 - predictions[layout].goodput_tokens_per_second / predictions[best].goodput_tokens_per_second
+            slower = seconds / predictions[best].step_time_seconds - 1.0
             found.append(
                 Alternative(
                     layout=describe(layout),
                     step_time_seconds=seconds,
                     peak_memory_bytes=predictions[layout].peak_memory_bytes,
-                    reason=f"{100.0 * slower:.2f} % slower",
+                    reason=f"{100.0 * slower:.2f} % slower" if slower >= 0.0 else _faster_but(-slower, less),
                 )
             )
     for name, num_stages, num_ranks in _by_hand(searcher):
         if not any(shape[:2] == (num_stages, num_ranks) for shape in seen):
             found.append(_rejected(searcher, name, num_stages, num_ranks, memory_bytes))
     return tuple(found)
+
+
+def _faster_but(faster: float, less: float) -> str:
+    return f"{100.0 * faster:.2f} % faster, delivers {100.0 * less:.2f} % less"
 
 
 def _shape(grid: Grid) -> tuple[int, int, int]:
@@ -66,8 +73,7 @@ def _rejected(searcher: Searcher, name: str, num_stages: int, num_ranks: int, me
             else None
         )
         if quick is None:
-            over = (needed - memory_bytes) / GIB
-            reason = f"needs {needed / GIB:.1f} GiB at least, {over:.1f} GiB too much"
+            reason = f"needs {num_bytes(needed)} at least, {num_bytes(needed - memory_bytes)} too much"
         else:
-            reason = f"slower: {quick:.3g} s at least, and more within memory"
+            reason = f"slower: {format_seconds(quick)} at least, and more within memory"
     return Alternative(layout=name, step_time_seconds=None, peak_memory_bytes=needed, reason=reason)

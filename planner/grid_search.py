@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,19 @@ class StageResult:
 
     menu: int
     choice: StageChoice
+
+
+class Best(Protocol):
+    """What a grid point needs to know of the best layout so far."""
+
+    @property
+    def seconds(self) -> float:
+        """Step seconds that a layout must beat."""
+        ...
+
+    def offer(self, layout: Layout, at_least: float) -> None:
+        """Price a layout unless its bound says that it cannot be better."""
+        ...
 
 
 @dataclass
@@ -121,7 +135,7 @@ class GridSearch:
     def num_labels(self) -> int:
         return sum(solver.num_labels for solvers in self._solvers for solver in solvers)
 
-    def run(self, incumbent: Incumbent, tolerance: float, deadline: float) -> float:
+    def run(self, incumbent: Best, tolerance: float, deadline: float) -> float:
         """Offer layouts to the incumbent; return a lower bound of this grid point's step seconds (`inf`: none fits).
 
         Ends early when the bound is within `tolerance` (relative) of the incumbent, or at the deadline.
@@ -207,7 +221,7 @@ class GridSearch:
         transfers = 2.0 * self.grid.num_micro_batches * sum(self.shape.transfers)
         return 1.001 * (self.grid.num_micro_batches + 1) * (float(reach[-1]) + transfers)
 
-    def _offer(self, path: tuple[int, ...], incumbent: Incumbent) -> bool:
+    def _offer(self, path: tuple[int, ...], incumbent: Best) -> bool:
         """Solve the stages of a path; offer the layout when all of them fit.  False when nothing new was solved."""
         known = len(self._results)
         results = [

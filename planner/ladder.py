@@ -8,7 +8,7 @@ from planner.describe import describe
 from planner.grid_search import Incumbent
 from planner.layout import Layout
 from planner.search import FREEDOMS, Freedom, Outcome, Searcher
-from specs.plan import LadderRung
+from specs.plan import LadderRung, Prediction
 
 NAMES: dict[Freedom, str] = {
     "uniform": "best uniform",
@@ -60,6 +60,19 @@ def as_ladder(rungs: list[Rung]) -> tuple[LadderRung, ...]:
         )
         previous = seconds
     return tuple(ladder)
+
+
+def goodput_rung(fastest: Prediction, chosen: Prediction, layout: Layout) -> LadderRung:
+    """The rung above the fastest layout: the one that delivers most."""
+    more = chosen.goodput_tokens_per_second / fastest.goodput_tokens_per_second - 1.0
+    slower = chosen.step_time_seconds / fastest.step_time_seconds - 1.0
+    return LadderRung(
+        freedom="+ goodput objective",
+        step_time_seconds=chosen.step_time_seconds,
+        gain_over_previous=-slower if slower > 0.0 else 0.0,
+        layout=describe(layout),
+        reason=f"delivers {100.0 * more:.2f} % more" if more >= NOTHING else "the fastest delivers most",
+    )
 
 
 def _reason(rung: Rung, gain: float | None) -> str:

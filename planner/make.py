@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cost_models.goodput import checkpoint_bytes_per_rank
 from cost_models.interface import CostModel
 from cost_models.step import price
 from planner.alternatives import alternatives
 from planner.chain import make_chain
-from planner.fit import GIB, changes_that_fit, least_of_all
+from planner.fit import changes_that_fit, least_of_all
+from planner.goal import make_worth
 from planner.grid_search import Incumbent
-from planner.ladder import Rung, as_ladder, climb
+from planner.ladder import Rung, as_ladder, climb, goodput_rung
 from planner.layout import Layout, make_pipeline, make_replicas
-from planner.search import TOLERANCE, Freedom, Searcher
+from planner.search import TOLERANCE, Freedom, Outcome, Searcher
 from planner.space import Topology
 from specs.cluster import ClusterSpec
 from specs.errors import BadInputError, NoPlanFitsError, TimeLimitError
 from specs.model import ModelSpec
 from specs.plan import Certificate, Objective, Plan, Prediction, Provenance, TrainingSpec
+from specs.units import num_bytes
 
 CostMaker = Callable[[ClusterSpec, TrainingSpec], CostModel]
 
@@ -47,8 +51,8 @@ def make_plan(
 ) -> Plan:
     """The best plan under a freedom.
 
-    On a given cluster and checkpoint policy goodput and tokens per dollar fall with step time and with nothing else
-    that a layout of all ranks changes, so that these objectives share one search.
+    Every rung of the ladder is searched by step time; goodput adds a last one (`planner.goal`).  On a given cluster,
+    all of whose ranks are used, tokens per dollar are goodput over a constant.
 
     Raises `NoPlanFitsError`, `TimeLimitError` (nothing found in time) and `BadInputError` (sizes that no layout
     divides, costs that were not measured).
@@ -75,15 +79,33 @@ def make_plan(
     best = rungs[-1]
     if best.layout is None:
         raise _nothing_found(problem, make_costs, searcher, best, memory, time_limit_seconds)
-    plan = pricer.plan(best.layout)
-    prediction = pricer.predictions[best.layout]
-    seconds = time.monotonic() - start
-    return plan.with_results(
-        predicted=prediction,
-        certificate=_certificate(rungs, objective, seconds),
-        ladder=as_ladder(rungs),
-        alternatives=alternatives(searcher, incumbent, pricer.predictions, best.layout, memory, top_k),
+    ladder, outcome, chosen = as_ladder(rungs), best.outcome, best.layout
+    if objective != "step-time":
+        outcome = _deliver(problem, searcher, pricer, freedom, deadline=start + time_limit_seconds)
+        assert outcome.layout is not None
+        chosen = outcome.layout
+        ladder = (*ladder, goodput_rung(pricer.predictions[best.layout], pricer.predictions[chosen], chosen))
+    return pricer.plan(chosen).with_results(
+        predicted=pricer.predictions[chosen],
+        certificate=_certificate([rung.outcome for rung in rungs], outcome, objective, time.monotonic() - start),
+        ladder=ladder,
+        alternatives=alternatives(searcher, incumbent, pricer.predictions, chosen, memory, top_k),
     )
+
+
+def _deliver(problem: Problem, searcher: Searcher, pricer: _Pricer, freedom: Freedom, *, deadline: float) -> Outcome:
+    """The search by goodput, from the layouts that the search by step time priced."""
+    incumbent = Incumbent(pricer.seconds_delivered)
+    for layout, prediction in list(pricer.predictions.items()):
+        if pricer.fits(prediction):
+            incumbent.offer(layout, 0.0)
+    some = next(iter(pricer.predictions))
+    worth = make_worth(
+        num_ranks=searcher.topology.num_ranks,
+        devices_per_node=max(group.devices_per_node for group in problem.cluster.nodes),
+        state_bytes_per_rank=checkpoint_bytes_per_rank(pricer.plan(some)),
+    )
+    return searcher.deliver(freedom, incumbent, worth, deadline=deadline)
 
 
 class _Pricer:
@@ -113,9 +135,23 @@ class _Pricer:
 
     def seconds(self, layout: Layout) -> float:
         """Step seconds; `inf` when the priced memory is over the limit after all."""
-        prediction = price(self.plan(layout), self._costs)
-        self.predictions[layout] = prediction
-        return prediction.step_time_seconds if prediction.peak_memory_bytes <= self._memory_bytes else float("inf")
+        prediction = self._predicted(layout)
+        return prediction.step_time_seconds if self.fits(prediction) else float("inf")
+
+    def seconds_delivered(self, layout: Layout) -> float:
+        """Seconds of wall clock per kept step: step seconds / (G X)."""
+        prediction = self._predicted(layout)
+        tokens = self._problem.training.tokens_per_step
+        return tokens / prediction.goodput_tokens_per_second if self.fits(prediction) else float("inf")
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Whether the priced memory is within the limit."""
+        return prediction.peak_memory_bytes <= self._memory_bytes
+
+    def _predicted(self, layout: Layout) -> Prediction:
+        if layout not in self.predictions:
+            self.predictions[layout] = price(self.plan(layout), self._costs)
+        return self.predictions[layout]
 
 
 def _memory_bytes(problem: Problem) -> int:
@@ -126,21 +162,20 @@ def _memory_bytes(problem: Problem) -> int:
     return smallest if cap is None else min(cap, smallest)
 
 
-def _certificate(rungs: list[Rung], objective: Objective, seconds: float) -> Certificate:
-    """Of the last rung, with the work of all of them."""
-    best = rungs[-1]
-    pruned = dict(best.outcome.pruned)
+def _certificate(rungs: list[Outcome], last: Outcome, objective: Objective, seconds: float) -> Certificate:
+    """Of the last search, with the work of all of them."""
+    searches = rungs if last in rungs else [*rungs, last]
     return Certificate(
         engine="labels",
         objective=objective,
-        status="optimal" if best.outcome.gap <= TOLERANCE else "feasible",
-        objective_value=best.seconds,
-        bound=best.outcome.bound,
-        gap=best.outcome.gap,
+        status="optimal" if last.gap <= TOLERANCE else "feasible",
+        objective_value=last.seconds,
+        bound=last.bound,
+        gap=last.gap,
         seconds=seconds,
-        labels=sum(rung.outcome.labels for rung in rungs),
-        evaluated=sum(rung.outcome.evaluated for rung in rungs),
-        pruned=pruned,
+        labels=sum(outcome.labels for outcome in searches),
+        evaluated=sum(outcome.evaluated for outcome in searches),
+        pruned=dict(sum((outcome.pruned for outcome in (rungs[-1], *searches[len(rungs) :])), Counter())),
     )
 
 
@@ -175,14 +210,20 @@ def _nothing_found(
         )
     reserved = searcher.source.costs.reserved_bytes
     chain = make_chain(problem.model)
-    needed = f"{math.ceil(10.0 * least.total_bytes / GIB) / 10.0:.1f}"
+    needed = _rounded_up(least.total_bytes)
     device = _memory_bytes(replace(problem, memory_cap_bytes=None))
-    changes = [f"--memory-cap {needed}GiB" if least.total_bytes <= device else f"devices with {needed} GiB"]
+    changes = [f"--memory-cap {needed.replace(' ', '')}" if least.total_bytes <= device else f"devices with {needed}"]
     changes += changes_that_fit(problem.cluster, training, make_costs, chain, memory_bytes)
     return NoPlanFitsError(
-        f"no plan fits {memory_bytes / GIB:.1f} GiB: stage {least.stage} needs {needed} GiB even "
+        f"no plan fits {num_bytes(memory_bytes)}: stage {least.stage} needs {needed} even "
         f"with pp={least.grid.num_stages}, tp={least.degree}, dp={least.grid.num_replicas}, micro-batch "
         f"{least.grid.micro_batch} and full recompute (weights, gradients and optimizer "
-        f"{least.static_bytes / GIB:.1f}, activations {least.activation_bytes / GIB:.1f}, working "
-        f"{(least.working_bytes - reserved) / GIB:.1f}, reserved {reserved / GIB:.1f}). Try {' or '.join(changes)}."
+        f"{num_bytes(least.static_bytes)}, activations {num_bytes(least.activation_bytes)}, working "
+        f"{num_bytes(least.working_bytes - reserved)}, reserved {num_bytes(reserved)}). Try {' or '.join(changes)}."
     )
+
+
+def _rounded_up(value: float) -> str:
+    """The next tenth of a GiB or MiB, so that the printed cap suffices."""
+    unit, size = ("GiB", 2**30) if value >= 2**30 else ("MiB", 2**20)
+    return f"{math.ceil(10.0 * value / size) / 10.0:.1f} {unit}"

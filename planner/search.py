@@ -17,7 +17,8 @@ import numpy as np
 
 from cost_models.interface import CostModel
 from planner.chain import Chain, even_boundaries, make_chain
-from planner.grid_search import GridSearch, Incumbent
+from planner.goal import Worth, WorthView
+from planner.grid_search import Best, GridSearch, Incumbent
 from planner.layout import Layout
 from planner.options import Menu, OptionSource, Restriction
 from planner.space import Grid, Topology, divisors, enumerate_grids, variants
@@ -81,6 +82,8 @@ class Searcher:
         self._fine: Chain | None = None
         self._even: dict[int, tuple[int, ...] | None] = {}
         self._quick: dict[tuple[int, int, bool], float] = {}
+        # Step seconds that no layout of a grid point beats, as far as searches of a freedom have shown.
+        self._known: dict[tuple[Freedom, Grid], float] = {}
 
     def search(
         self, freedom: Freedom, incumbent: Incumbent, *, deadline: float, tolerance: float = TOLERANCE
@@ -107,6 +110,62 @@ class Searcher:
             cause, bound = self._relaxed_bound(grid, freedom, enough)
             if cause is not None:
                 self._discarded[grid] = (cause, bound)
+                self._known[freedom, grid] = bound
+
+    def deliver(
+        self,
+        freedom: Freedom,
+        incumbent: Incumbent,
+        worth: Worth,
+        *,
+        deadline: float,
+        tolerance: float = TOLERANCE,
+    ) -> Outcome:
+        """The layout of a freedom that delivers most; `incumbent`, outcome and bound in seconds delivered.
+
+        Uses what a search of the same freedom by step time has shown.
+        """
+        outcome = Outcome(None, float("inf"), float("inf"), complete=True)
+        before = len(incumbent.priced)
+        if freedom == "uniform":
+            self._uniform(incumbent, outcome, deadline, worth)
+        else:
+            self._deliver(freedom, incumbent, worth, outcome, tolerance, deadline)
+        outcome.evaluated = len(incumbent.priced) - before
+        outcome.layout, outcome.seconds = incumbent.layout, incumbent.seconds
+        outcome.bound = min(outcome.bound, outcome.seconds)
+        return outcome
+
+    def _deliver(
+        self,
+        freedom: Freedom,
+        incumbent: Incumbent,
+        worth: Worth,
+        outcome: Outcome,
+        tolerance: float,
+        deadline: float,
+    ) -> None:
+        ordered = []
+        for grid in self.grids:
+            known = max(self.quick_bound(grid), self._known.get((freedom, grid), 0.0))
+            if known < float("inf"):
+                value = worth(grid, known)
+                ordered.append((known / value, value, grid))
+        ordered.sort(key=lambda entry: entry[0])
+        for position, (lower, value, grid) in enumerate(ordered):
+            late = time.monotonic() > deadline
+            if late or lower >= incumbent.seconds * (1.0 - tolerance):
+                outcome.complete = not late
+                outcome.pruned["time limit" if late else "seconds delivered"] += len(ordered) - position
+                outcome.bound = min(outcome.bound, lower)
+                break
+            view = WorthView(incumbent, value)
+            why, bound = self._relaxed_bound(grid, freedom, view.seconds * (1.0 - tolerance))
+            if why is not None:
+                outcome.pruned[why] += 1
+            else:
+                bound = self._search_variants(grid, freedom, view, outcome, tolerance, deadline)
+            outcome.bound = min(outcome.bound, max(lower, bound / value))
 
     def _best_first(
         self, freedom: Freedom, incumbent: Incumbent, outcome: Outcome, tolerance: float, deadline: float
@@ -128,6 +187,7 @@ class Searcher:
                 outcome.pruned[why] += 1
             else:
                 bound = self._search_variants(grid, freedom, incumbent, outcome, tolerance, deadline)
+            self._known[freedom, grid] = bound
             outcome.bound = min(outcome.bound, bound)
 
     def _relaxed_bound(self, grid: Grid, freedom: Freedom, enough: float) -> tuple[str | None, float]:
@@ -146,7 +206,7 @@ class Searcher:
         self,
         grid: Grid,
         freedom: Freedom,
-        incumbent: Incumbent,
+        incumbent: Best,
         outcome: Outcome,
         tolerance: float,
         deadline: float,
@@ -207,8 +267,11 @@ class Searcher:
         found = (self.source.menu(grid, restriction, optimistic=optimistic) for restriction in restrictions)
         return [menu for menu in found if menu is not None]
 
-    def _uniform(self, incumbent: Incumbent, outcome: Outcome, deadline: float) -> None:
-        """Bound the even split of every grid point in every recompute mode and variant, then price the best first."""
+    def _uniform(self, incumbent: Incumbent, outcome: Outcome, deadline: float, worth: Worth | None = None) -> None:
+        """Bound the even split of every grid point in every recompute mode and variant, then price the best first.
+
+        With `worth`, all in seconds delivered.
+        """
         found: list[tuple[float, UniformSearch]] = []
         for grid in self.grids:
             boundaries = self._even_boundaries(grid.num_stages)
@@ -222,7 +285,8 @@ class Searcher:
                     for variant in self._variants(grid):
                         search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
                         if search.fits:
-                            found.append((search.lower(), search))
+                            lower = search.lower()
+                            found.append((lower / worth(variant, lower) if worth else lower, search))
                     break
                 outcome.pruned["memory" if search.divides else "divisibility"] += 1
                 if not search.state_fits:

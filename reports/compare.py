@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from reports.account import Account, account_of, attempts_of
-from reports.units import percent, seconds
 from specs.base import load_document
 from specs.errors import BadInputError
 from specs.plan import Plan, StepTerms
 from specs.runlog import MemoryRecord, Record, StepRecord, read_log
+from specs.units import percent, seconds
 
 TERM_NAMES = {
     "forward": "forward",

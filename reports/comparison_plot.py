@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reports.compare import TERM_NAMES, Comparison
 from reports.figures import new_figure, save_figure
-from reports.units import percent, seconds
+from specs.units import percent, seconds
 
 # Okabe-Ito colours: told apart with any colour vision.
 COLOURS = {

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from reports.account import DOWN
 from reports.compare import TERM_NAMES, Comparison, Row, Spread
-from reports.units import num_bytes, percent, rate, seconds
+from specs.units import num_bytes, percent, rate, seconds
 
 
 def render(comparison: Comparison) -> RenderableType:

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reports.units import num_bytes, percent, seconds
 from specs.plan import Plan, Recompute
+from specs.units import num_bytes, percent, seconds
 
 
 class _Neighbour(Protocol):

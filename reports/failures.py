@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reports.units import seconds
 from specs.failures import FailureModel
+from specs.units import seconds
 
 
 def render(model: FailureModel) -> RenderableType:

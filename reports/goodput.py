@@ -11,8 +11,8 @@ from rich.text import Text
 from cost_models.case import DAY_SECONDS
 from cost_models.delivery import Delivery, PolicyResult
 from cost_models.simulation import Rivalry
-from reports.units import percent, rate, seconds
 from specs.runlog import Bucket
+from specs.units import percent, rate, seconds
 
 POLICY_NAMES = {
     "wait": "stop until repaired",

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reports.units import num_bytes, percent, rate, seconds
 from specs.plan import MemoryTerms, ModulePlacement, Plan, Prediction, Stage, StepTerms
+from specs.units import num_bytes, percent, rate, seconds
 
 STEP_NAMES = {
     "forward": "forward",
@@ -226,8 +226,10 @@ def _certificate(plan: Plan) -> Text:
     found = plan.certificate
     assert found is not None
     pruned = ", ".join(f"{number} by {cause}" for cause, number in found.pruned.items())
+    most = rate(plan.training.tokens_per_step / found.bound, "tokens")
+    limit = f"is faster than {seconds(found.bound)}" if found.objective == "step-time" else f"delivers more than {most}"
     return Text(
-        f"{found.status}: no layout of these freedoms is faster than {seconds(found.bound)} "
+        f"{found.status}: no layout of these freedoms {limit} "
         f"(gap {100.0 * found.gap:.3f} %); {found.evaluated} layouts priced, {found.labels} stages solved, "
         f"pruned {pruned or 'nothing'}; {seconds(found.seconds)}"
     )

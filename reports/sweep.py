@@ -13,8 +13,8 @@ from rich.text import Text
 
 from cost_models.sweep_point import SweepPoint
 from reports.figures import new_figure, save_figure
-from reports.units import num_bytes
 from specs.errors import BadInputError
+from specs.units import num_bytes
 
 NAMES = {"global_batch": "batch", "seq_len": "seq len"}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe-Ito

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reports.figures import new_figure, save_figure
-from reports.units import percent, seconds
 from specs.plan import Schedule
 from specs.schedule import Action, stage_actions
+from specs.units import percent, seconds
 
 FORWARD, BACKWARD = "#0072B2", "#56B4E9"
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cost_models.validation import ErrorSummary, Quantity, Validation, ValidationRow
-from reports.units import num_bytes, percent, seconds
+from specs.units import num_bytes, percent, seconds
 
 QUANTITY_NAMES: dict[Quantity, str] = {
     "step_time_seconds": "step time",

@@ -19,9 +19,9 @@ from reports.account import account_of, attempts_of
 from reports.compare import Spread, compare, compare_run
 from reports.comparison_plot import draw
 from reports.comparison_table import render
-from reports.units import num_bytes, percent, rate, seconds
 from specs.errors import BadInputError
 from specs.runlog import CheckpointRecord, EvaluationRecord, Record
+from specs.units import num_bytes, percent, rate, seconds
 from tests import runs
 
 

@@ -80,10 +80,7 @@ def test_bytes_kept_are_counted_by_hand() -> None:
     share, c, t, n = Share(2, 5, 10, Interval(0, 3)), 5, 10, 3
     q, k, v, out = t * n * 24, t * n * 16, t * n * 12, t * n * 12
     latents, joined, log_sum_exp = 2 * c * 48, t * n * 8, 4 * t * n
-    assert (
-        activation_bytes(SMALL, share, "bf16")
-        == 2 * (2 * c * 96 + latents + q + k + joined + v + out) + log_sum_exp
-    )
+    assert activation_bytes(SMALL, share, "bf16") == 2 * (2 * c * 96 + latents + q + k + joined + v + out) + log_sum_exp
     assert activation_bytes(SMALL, share, "bf16", "selective") == 2 * (2 * c * 96 + latents + q + k + v)
     assert activation_bytes(SMALL, share, "bf16", "full") == 2 * c * 96
     assert working_bytes(SMALL, share, "bf16", "full") > working_bytes(SMALL, share, "bf16")

@@ -35,7 +35,7 @@ def problem(model: str, machine: str, batch: int, seq_len: int, cap: int | None 
 
 @pytest.fixture(scope="module")
 def plan_8b() -> Plan:
-    return make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs)
+    return make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs, objective="step-time")
 
 
 def test_a_plan_is_complete_and_its_numbers_are_the_price(plan_8b):
@@ -62,8 +62,26 @@ def test_the_ladder_never_goes_up_in_time(plan_8b):
             assert "nothing" in rung.reason
 
 
+@pytest.mark.parametrize("freedom", ["uniform", "modules"])
+def test_goodput_beats_the_fastest_plan_in_what_it_delivers(freedom):
+    """With many replicas a failure takes less with it: the plan that delivers most need not be the fastest."""
+    job = problem("llama-3-70b", "h100x128", 512, 8192)
+    fastest = make_plan(job, device_costs, objective="step-time", freedom=freedom)
+    chosen = make_plan(job, device_costs, objective="goodput", freedom=freedom)
+    ours, theirs = chosen.predicted, fastest.predicted
+    assert ours.goodput_tokens_per_second >= theirs.goodput_tokens_per_second
+    assert ours.step_time_seconds >= theirs.step_time_seconds * (1 - 2e-4)
+    delivered = chosen.training.tokens_per_step / ours.goodput_tokens_per_second
+    assert chosen.certificate.objective_value == pytest.approx(delivered)
+    assert chosen.certificate.bound <= delivered
+    assert chosen.ladder[-1].freedom == "+ goodput objective"
+    if freedom == "modules":
+        assert ours.goodput_tokens_per_second > 1.01 * theirs.goodput_tokens_per_second
+        assert "more" in chosen.ladder[-1].reason
+
+
 def test_uniform_plans_are_uniform(plan_8b):
-    plan = make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs, freedom="uniform")
+    plan = make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs, objective="step-time", freedom="uniform")
     assert plan.predicted.step_time_seconds == plan_8b.ladder[0].step_time_seconds
     placements = [p for stage in plan.pipelines[0].stages for p in stage.modules]
     assert len({p.degree for p in placements}) == 1
@@ -129,7 +147,9 @@ def seconds(model: ModelSpec, seed: int, cap: int, *, freedom: str = "modules", 
     training = TrainingSpec(global_batch=4, seq_len=8)
     costs = SyntheticCosts(seed, jitter=jitter)
     try:
-        plan = make_plan(Problem(model, cluster(1, 2), training, MADE, cap), lambda *_: costs, freedom=freedom)
+        plan = make_plan(
+            Problem(model, cluster(1, 2), training, MADE, cap), lambda *_: costs, objective="step-time", freedom=freedom
+        )
     except NoPlanFitsError:
         return float("inf")
     assert plan.predicted.peak_memory_bytes <= cap
