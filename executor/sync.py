@@ -174,6 +174,9 @@ class GradientSync:
                     where = slice(offset, offset + common.size)
                     targets[id(tensor.parameter)].append((number, slice(*source), where))
         self._targets = dict(targets)
+        # Parameters whose elements no other on this rank holds too: their first gradient of a step overwrites.
+        self._alone = {id(tensors[0].parameter) for tensors in local.values() if len(tensors) == 1}
+        self._untouched: set[int] = set()
         for key, parameter in parameters.items():
             self._attach(parameter, self._targets[key])
         self._num_targets = [0] * len(self.buckets)
@@ -195,8 +198,14 @@ class GradientSync:
     def _accumulate(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         flat = parameter.grad.reshape(-1)
+        is_first = id(parameter) in self._untouched
+        self._untouched.discard(id(parameter))
         for number, source, where in self._targets[id(parameter)]:
-            self.buckets[number].gradients[where].add_(flat[source])
+            target = self.buckets[number].gradients[where]
+            if is_first:
+                target.copy_(flat[source])
+            else:
+                target.add_(flat[source])
             self.buckets[number].num_pending -= 1
         parameter.grad = None
         if self._is_last_micro_batch and self._overlap:
@@ -206,8 +215,13 @@ class GradientSync:
         """Forget the gradients of the step before."""
         self._works.clear()
         self._is_last_micro_batch = False
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
+        self._untouched = set(self._alone)
+        self._clear(key for key in self._targets if key not in self._alone)
+
+    def _clear(self, parameters: Iterable[int]) -> None:
+        for key in parameters:
+            for number, _, where in self._targets[key]:
+                self.buckets[number].gradients[where].zero_()
 
     def begin_last_backward(self) -> None:
         """From now on a bucket whose gradients are all there may be summed."""
@@ -235,6 +249,7 @@ class GradientSync:
     def finish(self) -> None:
         """Sum what is left; every bucket's own gradients are then the sums over all owners."""
         with self._clock.term("gradient_sync"):
+            self._clear(self._untouched)  # an expert that got no token, say
             while len(self._works) < len(self.buckets):
                 bucket = self.buckets[len(self._works)]
                 self._works.append((bucket, self._start(bucket)))
