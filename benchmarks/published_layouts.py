@@ -229,7 +229,7 @@ def compare(run: Run, time_limit_seconds: float) -> Comparison:
     costs = device_costs(problem.cluster, problem.training)
     theirs = price(plan_of(run, problem), costs)
     begin = time.perf_counter()
-    ours = make_plan(problem, device_costs, time_limit_seconds=time_limit_seconds, top_k=0)
+    ours = make_plan(problem, device_costs, objective="step-time", time_limit_seconds=time_limit_seconds, top_k=0)
     (device,) = problem.cluster.devices.values()
     return Comparison(
         run=run,

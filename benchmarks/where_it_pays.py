@@ -156,7 +156,9 @@ class Ladder:
 
 
 def ladder_of(problem: Problem, time_limit_seconds: float) -> Ladder:
-    plan = make_plan(problem, device_costs, freedom="modules", time_limit_seconds=time_limit_seconds, top_k=0)
+    plan = make_plan(
+        problem, device_costs, objective="step-time", freedom="modules", time_limit_seconds=time_limit_seconds, top_k=0
+    )
     seconds = [rung.step_time_seconds for rung in plan.ladder]
     assert plan.certificate is not None
     return Ladder(seconds[0], seconds[1], seconds[-1], plan.ladder[-1].layout, plan.certificate.gap)
