@@ -116,10 +116,7 @@ class MeasuredCosts:
             backward += forward
             backward_communication += forward_communication
         elif recompute == "selective":
-            scores = score_flop(module, block_tokens, seq_len, own)
-            backward += (
-                forward * scores / max(forward_flop(module, block_tokens=block_tokens, seq_len=seq_len, units=own), 1.0)
-            )
+            backward += forward * _selective_share(module, block_tokens, seq_len, own)
         part, precision = Share.of(module, degree, block_tokens, own), self._training.precision
         return ModuleCost(
             forward_seconds=forward,

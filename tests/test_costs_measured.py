@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cost_models.flops import forward_flop, largest_units, score_flop
 from cost_models.interface import CostModel
 from cost_models.interpolate import log_log
+from cost_models.measured import ACTIVATION_SHARE
 from cost_models.sources import measured_costs
 from specs.errors import BadInputError
 from specs.layout import Interval
@@ -69,6 +70,14 @@ def test_recomputation(costs: CostModel) -> None:
     units = largest_units(ATTENTION, 2)
     share = score_flop(ATTENTION, 64, 32, units) / forward_flop(ATTENTION, block_tokens=64, seq_len=32, units=units)
     assert selective.seconds == pytest.approx(none.seconds + share * none.forward_seconds)
+
+
+def test_selective_recomputation_of_an_mlp_is_not_free(costs: CostModel) -> None:
+    options = {"degree": 2, "block_tokens": 64, "seq_len": 32, "level": "scale_up"}
+    none = costs.module(MLP, recompute="none", **options)
+    selective = costs.module(MLP, recompute="selective", **options)
+    assert selective.seconds == pytest.approx(none.seconds + ACTIVATION_SHARE * none.forward_seconds)
+    assert selective.estimated
 
 
 def test_smaller_share_computes_less(costs: CostModel) -> None:
