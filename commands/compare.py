@@ -1,0 +1,35 @@
+"""`plait compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    run: Annotated[Path, typer.Argument(help="Run folder that `plait train --out` made.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the step's terms into this png, svg or pdf.")] = None,
+) -> None:
+    """Show predicted and measured side by side: step time by term, memory, goodput, every second of the run."""
+    import json
+
+    from reports.compare import compare_run
+
+    comparison = compare_run(run)
+    if plot is not None:
+        from reports.comparison_plot import draw
+
+        draw(comparison, plot)
+    if as_json:
+        typer.echo(json.dumps(comparison.as_json(), indent=1))
+        return
+    from rich.console import Console
+
+    from reports.comparison_table import render
+
+    Console(highlight=False).print(render(comparison))
+    if plot is not None:
+        typer.echo(f"wrote {plot}")

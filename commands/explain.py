@@ -1,0 +1,24 @@
+"""`plait explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(help="plan.json from `plait plan`.")],
+    module: Annotated[str | None, typer.Option(help="One module, e.g. layer.3.mlp; default: one of each kind.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made with, if any.")] = None,
+) -> None:
+    """Say why every module runs as it does: what each other degree and recomputation would cost in time and memory."""
+    from rich.console import Console
+
+    from planner.start import explain_plan
+    from reports.explain import render_explanation
+
+    found = explain_plan(plan, profile, module)
+    rows = [(item.module, item.count, item.stage, item.neighbours) for item in found.modules]
+    Console(highlight=False).print(render_explanation(found.free_bytes, rows))

@@ -1,0 +1,69 @@
+"""`plait plan`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="Preset (llama-3-8b ...), model file or Hugging Face config.json.")],
+    global_batch: Annotated[int, typer.Option(min=1, help="Sequences per optimizer step.")],
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")],
+    cluster: Annotated[
+        str | None, typer.Option(help="Preset (h100x64 ...) or cluster file; default: what the profile saw.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="profile.json of this cluster; without it shipped device data, estimated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
+    memory_cap: Annotated[str | None, typer.Option(help="Bytes a rank may fill, e.g. 64GiB.")] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp8"] | None, typer.Option(help="Default: bf16 on GPUs, fp32 on CPUs.")
+    ] = None,
+    objective: Annotated[
+        Literal["goodput", "step-time", "tokens-per-dollar"], typer.Option(help="What to maximise (or minimise).")
+    ] = "goodput",
+    freedom: Annotated[
+        Literal["uniform", "layers", "stages", "modules", "cuts"],
+        typer.Option(help="How unlike modules may be: everything uniform ... stages that begin inside layers."),
+    ] = "cuts",
+    time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds; then the best so far, with its gap.")] = 60.0,
+    top_k: Annotated[int, typer.Option(min=0, max=50, help="Other plans to list.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the layout with the most goodput, and show why: time and memory by term, and what each freedom buys."""
+    import json
+    import shlex
+
+    from planner.start import start_plan
+    from reports.plan import as_json as to_json
+    from reports.plan import render
+
+    found = start_plan(
+        model=model,
+        cluster=cluster,
+        profile_path=profile,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        precision=precision,
+        memory_cap=memory_cap,
+        objective=objective,
+        freedom=freedom,
+        time_limit_seconds=time_limit,
+        top_k=top_k,
+        command=shlex.join(["plait", *sys.argv[1:]]),
+    )
+    if out is not None:
+        found.save(out)
+    if as_json:
+        typer.echo(json.dumps(to_json(found), indent=1))
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(render(found))
+    if out is not None:
+        typer.echo(f"wrote {out}")
