@@ -29,6 +29,8 @@ class ShardedAdamW:
         self._sync = sync
         self._options = options
         self._clock = clock
+        self.ready: int | None = None  # the step whose summed gradients lie here, not yet taken
+        self.applied: tuple[int, list[float]] | None = None  # the last step taken, and what all ranks summed in it
         groups = [
             {
                 "params": [bucket.master for bucket in sync.buckets if bucket.layout.decay is decay],
@@ -60,20 +62,32 @@ class ShardedAdamW:
         with self._clock.term("optimizer"):
             squares = [bucket.writer_gradients().square().sum(dtype=torch.float64) for bucket in self._sync.buckets]
             total = torch.cat((torch.stack(squares).sum().reshape(1), shared.double()))
+            self.ready = step
             with self._clock.term("gradient_sync"):
                 dist.all_reduce(total)
-            norm = float(total[0].sqrt())
-            clip = self._options.max_gradient_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-            if clip < 1.0:
-                for bucket in self._sync.buckets:
-                    bucket.own_gradients().mul_(clip)
-            for group in self.adam.param_groups:
-                group["lr"] = learning_rate(self._options, step)
-            self.adam.step()
-            for bucket in self._sync.buckets:
-                bucket.reset_weights()
+            norm = self.update(step, total)
             self._sync.gather_weights()
         return norm, total[1:]
+
+    def update(self, step: int, total: torch.Tensor) -> float:
+        """Change this rank's segments by a step whose gradients are `ready`; `total` is what all ranks summed.
+
+        Local: nothing is sent.  A rank that lost its peers while they summed can still take the step with the total
+        that a peer was told, for whoever has it proves that all gradients were final.  Returns the norm.
+        """
+        assert self.ready == step, "the gradients of this step are not final here"
+        norm = float(total[0].sqrt())
+        clip = self._options.max_gradient_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        if clip < 1.0:
+            for bucket in self._sync.buckets:
+                bucket.own_gradients().mul_(clip)
+        for group in self.adam.param_groups:
+            group["lr"] = learning_rate(self._options, step)
+        self.adam.step()
+        for bucket in self._sync.buckets:
+            bucket.reset_weights()
+        self.ready, self.applied = None, (step, total.tolist())
+        return norm
 
     def set_steps(self, step: int) -> None:
         """Steps already done, for bias correction after a resume."""
