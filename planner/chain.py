@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from planner.constraints import Rule, Rules
 from specs.model import ModelSpec, Module, NamedModule
 
 # Where a stage may begin: at whole layers (the embedding and the head may stand alone), or at any module.
@@ -23,6 +24,7 @@ NO_CONTENT = -1
 class Chain:
     """A model's chain.  `positions` are the module indices at which stages may begin, with 0 and the length.
 
+    `modules` are distinct by themselves or by what the user's constraints say of them (`rules`, alike in order).
     `contents[i, j]` numbers the content of the run from positions[i] to positions[j] (`NO_CONTENT` where i >= j);
     `counts[content, k]` says how many of `modules[k]` it has, `spans[content]` the largest j - i.
     """
@@ -30,6 +32,7 @@ class Chain:
     names: tuple[str, ...]
     kinds: tuple[int, ...]
     modules: tuple[Module, ...]
+    rules: tuple[Rule, ...]
     positions: tuple[int, ...]
     contents: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
@@ -46,14 +49,18 @@ class Chain:
         return whole
 
 
-def make_chain(model: ModelSpec, boundaries: Boundaries = "layers", fixed: tuple[int, ...] | None = None) -> Chain:
-    """The chain of a model.  `fixed` limits the places where stages may begin to these module indices."""
+def make_chain(model: ModelSpec, boundaries: Boundaries = "layers", rules: Rules | None = None) -> Chain:
+    """The chain of a model under the user's rules (None: none)."""
     named = model.modules()
-    known: dict[Module, int] = {}
-    kinds = tuple(known.setdefault(module, len(known)) for _, module in named)
-    positions = tuple(sorted({0, len(named), *fixed})) if fixed is not None else _positions(named, boundaries)
+    by_module = (Rule(),) * len(named) if rules is None else rules.by_module
+    fixed = None if rules is None else rules.boundaries
+    known: dict[tuple[Module, Rule], int] = {}
+    ruled = zip((module for _, module in named), by_module, strict=True)
+    kinds = tuple(known.setdefault(pair, len(known)) for pair in ruled)
+    positions = _positions(named, boundaries) if fixed is None else fixed
     contents, counts, spans = _contents(kinds, positions, len(known))
-    return Chain(tuple(name for name, _ in named), kinds, tuple(known), positions, contents, counts, spans)
+    modules, of_kind = tuple(module for module, _ in known), tuple(rule for _, rule in known)
+    return Chain(tuple(name for name, _ in named), kinds, modules, of_kind, positions, contents, counts, spans)
 
 
 def layer_starts(named: tuple[NamedModule, ...]) -> list[int]:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from cost_models.interface import CostModel
 from cost_models.step import price
-from planner.options import MODES
+from planner.constraints import MODES
 from planner.space import divisors
 from specs.errors import BadInputError
 from specs.model import Module, num_units

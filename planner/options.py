@@ -20,6 +20,7 @@ from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ACTIVATION_BYTES, WEIGHT_BYTES, activation_bytes, static_bytes, working_bytes
 from cost_models.share import Share
 from planner.chain import Chain
+from planner.constraints import MODES, Rule
 from planner.layout import Option
 from planner.rates import Rates
 from planner.space import Grid, Topology, divisors
@@ -32,16 +33,6 @@ from specs.plan import Recompute, TrainingSpec
 from specs.tensors import local_rows, num_parameters, tensors_of
 
 Floats = npt.NDArray[np.float64]
-
-# What may be recomputed.  The embedding has nothing to keep; the head's core is its output.
-MODES: dict[str, tuple[Recompute, ...]] = {
-    "embedding": ("none",),
-    "attention": ("none", "selective", "full"),
-    "latent_attention": ("none", "selective", "full"),
-    "mlp": ("none", "selective", "full"),
-    "moe": ("none", "selective", "full"),
-    "head": ("none", "full"),
-}
 
 
 @dataclass(frozen=True)
@@ -60,10 +51,32 @@ class Menu:
 
 @dataclass(frozen=True)
 class Restriction:
-    """Limits of a menu: these degrees only, this recompute mode only (of modules that have it; never the head)."""
+    """Limits of a menu: these degrees only, this recompute mode only (of modules that have it; never the head), these
+    degrees of the user's equal groups.  What the user pinned outranks them.
+    """
 
     degrees: tuple[int, ...] | None = None
     recompute: Recompute | None = None
+    groups: tuple[int, ...] = ()
+
+    def degrees_of(self, rule: Rule, num_ranks: int) -> list[int]:
+        """Degrees of a module under a rule."""
+        if rule.degree is not None:
+            return [rule.degree]
+        if rule.group >= 0 and self.groups:
+            return [] if self.groups[rule.group] in rule.no_degrees else [self.groups[rule.group]]
+        usual = divisors(num_ranks) if self.degrees is None else self.degrees
+        return [degree for degree in usual if degree not in rule.no_degrees]
+
+    def modes_of(self, module: Module, rule: Rule) -> list[Recompute]:
+        """Recompute modes of a module under a rule."""
+        if rule.recompute is not None:
+            return [rule.recompute]
+        modes = MODES[module.kind]
+        if self.recompute is not None:
+            available = self.recompute in modes and not isinstance(module, Head)
+            modes = (self.recompute,) if available else ("none",)
+        return [mode for mode in modes if mode not in rule.no_recompute]
 
 
 class _Passes(NamedTuple):
@@ -155,15 +168,13 @@ class OptionSource:
         self, kind: int, module: Module, grid: Grid, restriction: Restriction, optimistic: bool
     ) -> Iterator[tuple[Option, tuple[float, ...]]]:
         """Options with their entries, in the order of `OptionTable`."""
-        modes = MODES[module.kind]
-        if restriction.recompute is not None:
-            available = restriction.recompute in modes and not isinstance(module, Head)
-            modes = (restriction.recompute,) if available else ("none",)
+        rule = self.chain.rules[kind]
+        modes = restriction.modes_of(module, rule)
         outer = isinstance(module, Embedding | Head) and grid.num_stages > 1
         one_edge_less = 2.0 * self._chunk_bytes(grid) if outer else 0.0
         reads = isinstance(module, Embedding) or (isinstance(module, Head) and grid.num_stages > 1)
         data = self.costs.overhead.data_seconds_per_sequence * grid.micro_batch if reads else 0.0
-        for degree in restriction.degrees if restriction.degrees is not None else divisors(grid.num_ranks):
+        for degree in restriction.degrees_of(rule, grid.num_ranks):
             if degree > num_units(module) or grid.num_ranks % degree:
                 continue
             if module.kind in SEQUENCE_KINDS and grid.micro_batch * degree % grid.num_ranks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from cost_models.interface import CostModel
 from planner.chain import Chain, even_boundaries, make_chain
+from planner.constraints import Rules
 from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
 from planner.layout import Layout
@@ -63,21 +64,27 @@ class Searcher:
         *,
         capacity: float,
         max_ranks_per_stage: int,
+        rules: Rules | None = None,
     ) -> None:
+        """`rules`: the user's constraints; None for none."""
         self.model = model
         self.training = training
         self.topology = topology
         self.capacity = capacity
-        self.chain = make_chain(model)
+        self.rules = Rules(()) if rules is None else rules
+        self.chain = make_chain(model, rules=rules)
         self.source = OptionSource(self.chain, training, costs, topology)
-        self.grids = list(
-            enumerate_grids(
+        self.grids = [
+            grid
+            for grid in enumerate_grids(
                 topology,
                 training,
                 max_stages=min(topology.num_ranks, self.chain.num_positions - 1),
                 max_ranks_per_stage=max_ranks_per_stage,
             )
-        )
+            if self.rules.boundaries is None or grid.num_stages == len(self.rules.boundaries) - 1
+        ]
+        self._modes = [mode for mode in _MODES if self._may_run_uniformly(mode)]
         self._discarded: dict[Grid, tuple[str, float]] = {}
         self._fine: Chain | None = None
         self._even: dict[int, tuple[int, ...] | None] = {}
@@ -192,15 +199,16 @@ class Searcher:
 
     def _relaxed_bound(self, grid: Grid, freedom: Freedom, enough: float) -> tuple[str | None, float]:
         """Why no variant of a grid point can be below `enough` (None: one may be), and the bound that says so."""
-        menus = self._menus(grid, freedom, optimistic=True)
-        if not menus:
-            return "divisibility", float("inf")
-        if not self._may_fit(grid, menus):
-            return "memory", float("inf")
-        bound = self._grid_search(grid, freedom, menus, with_sync=False).quick_bound(enough)
-        if bound < enough:
-            return None, bound
-        return ("memory" if bound == float("inf") else "seconds within memory"), bound
+        least, why = float("inf"), "divisibility"
+        for menus in self._menus(grid, freedom, optimistic=True):
+            if not self._may_fit(grid, menus):
+                why = "memory"
+                continue
+            bound = self._grid_search(grid, freedom, menus, with_sync=False).quick_bound(enough)
+            if bound < enough:
+                return None, bound
+            least, why = min(least, bound), "memory" if bound == float("inf") else "seconds within memory"
+        return why, least
 
     def _search_variants(
         self,
@@ -214,14 +222,14 @@ class Searcher:
         """Search with memory that is never counted too low; where it may be too high, bound with less."""
         bound = float("inf")
         for variant in self._variants(grid):
-            search = self._grid_search(variant, freedom, self._menus(variant, freedom))
-            found = search.run(incumbent, tolerance, deadline)
-            outcome.labels += search.num_labels
-            if self._memory_is_uncertain(variant):
-                search = self._grid_search(variant, freedom, self._menus(variant, freedom, optimistic=True))
-                found = search.run(incumbent, tolerance, deadline)
-                outcome.labels += search.num_labels
-            bound = min(bound, found)
+            uncertain = self._memory_is_uncertain(variant)
+            for optimistic in (False, True) if uncertain else (False,):
+                for menus in self._menus(variant, freedom, optimistic=optimistic):
+                    search = self._grid_search(variant, freedom, menus)
+                    found = search.run(incumbent, tolerance, deadline)
+                    outcome.labels += search.num_labels
+                    if optimistic == uncertain:
+                        bound = min(bound, found)
         return bound
 
     def _memory_is_uncertain(self, grid: Grid) -> bool:
@@ -257,15 +265,26 @@ class Searcher:
         least = np.min([[(t.static + held * t.activation).min() for t in menu.tables] for menu in menus], axis=0)
         return float(self.chain.totals @ least) <= grid.num_stages * (self.capacity - self.source.edge_bytes(grid))
 
-    def _menus(self, grid: Grid, freedom: Freedom, *, optimistic: bool = False) -> list[Menu]:
-        """The menus that the stages of a grid point choose among."""
-        restrictions = [Restriction()]
-        if freedom == "layers":
-            restrictions = [Restriction((grid.num_ranks,))]
-        elif freedom == "stages":
-            restrictions = [Restriction((degree,)) for degree in divisors(grid.num_ranks)]
-        found = (self.source.menu(grid, restriction, optimistic=optimistic) for restriction in restrictions)
-        return [menu for menu in found if menu is not None]
+    def _menus(self, grid: Grid, freedom: Freedom, *, optimistic: bool = False) -> Iterator[list[Menu]]:
+        """The menus that the stages of a grid point choose among: one list for each way to meet the user's rules that
+        tie modules together (one in all without such rules), none of them empty.
+        """
+        usual = divisors(grid.num_ranks)
+        for family in self.rules.families([grid.num_ranks] if freedom == "layers" else usual):
+            degrees = family.degrees
+            if freedom == "layers":
+                degrees = (grid.num_ranks,)
+            choices = [(d,) for d in (degrees or usual)] if freedom == "stages" else [degrees]
+            restrictions = [Restriction(choice, groups=family.groups) for choice in choices]
+            found = (self.source.menu(grid, restriction, optimistic=optimistic) for restriction in restrictions)
+            menus = [menu for menu in found if menu is not None]
+            if menus:
+                yield menus
+
+    def _may_run_uniformly(self, mode: Recompute) -> bool:
+        """Whether the user's rules leave every module a way to run when all others recompute in this mode."""
+        pairs = zip(self.chain.modules, self.chain.rules, strict=True)
+        return all(Restriction(recompute=mode).modes_of(module, rule) for module, rule in pairs)
 
     def _uniform(self, incumbent: Incumbent, outcome: Outcome, deadline: float, worth: Worth | None = None) -> None:
         """Bound the even split of every grid point in every recompute mode and variant, then price the best first.
@@ -278,7 +297,10 @@ class Searcher:
             if boundaries is None:
                 outcome.pruned["more stages than layers"] += 1
                 continue
-            for mode in _MODES:
+            if not self.rules.allows_uniform(grid.num_ranks):
+                outcome.pruned["number of degrees"] += 1
+                continue
+            for mode in self._modes:
                 # The first variant needs least memory, and no mode is faster than one that recomputes less.
                 search = UniformSearch(self.source, grid, boundaries, mode, capacity=self.capacity)
                 if search.fits:
@@ -328,7 +350,8 @@ class Searcher:
 
     def _even_boundaries(self, num_stages: int) -> tuple[int, ...] | None:
         if num_stages not in self._even:
-            self._even[num_stages] = even_boundaries(self.model, num_stages)
+            fixed = self.rules.boundaries
+            self._even[num_stages] = even_boundaries(self.model, num_stages) if fixed is None else fixed
         return self._even[num_stages]
 
     def chain_of(self, freedom: Freedom) -> Chain:
@@ -336,5 +359,5 @@ class Searcher:
         if freedom != "cuts":
             return self.chain
         if self._fine is None:
-            self._fine = make_chain(self.model, "modules")
+            self._fine = make_chain(self.model, "modules", self.rules if self.rules.by_module else None)
         return self._fine

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cost_models.pipeline import simulate
 from planner.chain import even_boundaries, make_chain
+from planner.constraints import Constraints
 from planner.partition import PipelineShape, best_partition, pipeline_bound
 from planner.space import Topology, divisors, enumerate_grids, variants
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
@@ -102,7 +103,8 @@ def test_contents_are_counted_not_named():
             expected = [run.count(kind) for kind in range(len(chain.modules))]
             assert chain.counts[chain.contents[i, j]].tolist() == expected
     assert make_chain(model(3), "modules").positions == tuple(range(10))
-    assert make_chain(model(3), fixed=(4,)).positions == (0, 4, 9)
+    fixed = Constraints(stages="0,1-3").resolve(model(3))
+    assert make_chain(model(3), rules=fixed).positions == (0, fixed.boundaries[1], 9)
 
 
 def test_even_boundaries():
