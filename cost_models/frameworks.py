@@ -47,8 +47,10 @@ class Framework:
     layer_host_seconds: float  # per layer and pass, what the device waits for the host
     step_overhead_seconds: float
     extra_state_bytes: float  # of the optimizer, per parameter, beside master weights and moments
+    unsharded_update_bytes: float  # of an optimizer that is not sharded, per parameter, while it updates
     selective_kept: float  # flash attention: part of a layer's activations that selective recomputation keeps
     logit_bytes: float  # at the head's peak, per token and vocabulary row of the rank
+    cut_softmax_bytes: float  # beside `logit_bytes` where the vocabulary is cut
     slack: float  # allocator, as a part of activations and working memory
     reserved_bytes: float  # context, communicators, allocator slack, as the sources' way of measuring counts them
 

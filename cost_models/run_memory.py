@@ -25,9 +25,23 @@ def stage_memory_bytes(run: Run, stack: Framework, stage: int) -> float:
     whole = layer_activation_bytes(run, stack, "none")
     working = whole - kept if recompute != "none" else 0.0
     if stage == run.pp - 1:
-        working = max(working, stack.logit_bytes * run.micro_batch * run.seq_len / run.cp * run.vocab / run.tp)
+        working = max(working, head_bytes(run, stack))
     dynamic = layers * micro_batches_in_flight(run, stage) * kept + working
     return state_bytes(run, stack, stage) + dynamic * (1.0 + stack.slack) + stack.reserved_bytes
+
+
+def head_bytes(run: Run, stack: Framework) -> float:
+    """Working memory of the head and its loss on one rank.
+
+    # b T v / t, and with sequence parallelism in separate allocations 4 T h: its gathered input and that one's gradient
+    #   b counts the allocator's blocks of a logit: 2 (16 bits) + 4 (fp32) + 4 (log-softmax) + 4 (its gradient) = 14.
+    #   A softmax over a cut vocabulary that is composed of separate operations holds its exponentials beside them: 18.
+    #   [torch.distributed.tensor.parallel.loss]
+    """
+    tokens = run.micro_batch * run.seq_len / run.cp
+    per_logit = stack.logit_bytes + (stack.cut_softmax_bytes if run.tp > 1 else 0.0)
+    gathered = 4.0 * tokens * run.hidden if run.sequence_parallel and run.tp > 1 else 0.0
+    return per_logit * tokens * run.vocab / run.tp + gathered
 
 
 def state_bytes(run: Run, stack: Framework, stage: int) -> float:
@@ -35,7 +49,8 @@ def state_bytes(run: Run, stack: Framework, stage: int) -> float:
 
     # none: (w + g + o) N     optimizer: (w + g + o / d) N     full: (w' + g + o) N / d + 2 layers gathered
     #   w weights 2 bytes, g gradients, o = 12: master weights and two moments (16 with an fp32 copy of the
-    #   gradients, as DeepSpeed's optimizer keeps); d replicas x context ranks
+    #   gradients, as DeepSpeed's optimizer keeps); d replicas x context ranks.  Unsharded, that optimizer casts every
+    #   gradient to fp32 and then joins the casts to one tensor: 4 bytes more [DeepSpeed, runtime/fp16/fused_optimizer]
     """
     parameters = parameters_of_stage(run, stage, tied=stack.ties_embedding)
     gradient = stack.gradient_bytes_fp8 if run.precision == "fp8" else stack.gradient_bytes
@@ -44,8 +59,9 @@ def state_bytes(run: Run, stack: Framework, stage: int) -> float:
     if run.sharding == "full":
         gathered = 2.0 * (2.0 + gradient) * layer_parameters(run) / run.tp
         return parameters * (12.0 + gradient) / run.shard_size + gathered
-    shards = run.dp * run.cp if run.sharding == "optimizer" else 1
-    return parameters * (2.0 + gradient + (12.0 + stack.extra_state_bytes) / shards)
+    if run.sharding == "optimizer":
+        return parameters * (2.0 + gradient + (12.0 + stack.extra_state_bytes) / (run.dp * run.cp))
+    return parameters * (2.0 + gradient + 12.0 + stack.extra_state_bytes + stack.unsharded_update_bytes)
 
 
 def micro_batches_in_flight(run: Run, stage: int) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,14 @@ from cli import app
 from cost_models.device import Efficiency
 from cost_models.frameworks import Framework, frameworks
 from cost_models.published import Row, Run, gpu_name, load_rows, network_rate
-from cost_models.run_memory import layer_activation_bytes, micro_batches_in_flight, run_memory_bytes
-from cost_models.run_shape import layers_of_stage
+from cost_models.run_memory import (
+    head_bytes,
+    layer_activation_bytes,
+    micro_batches_in_flight,
+    run_memory_bytes,
+    state_bytes,
+)
+from cost_models.run_shape import layers_of_stage, parameters_of_rank
 from cost_models.run_time import RunModel, run_efficiencies
 from cost_models.validation import ErrorSummary, Validation, validate
 from specs.errors import BadInputError
@@ -63,8 +71,39 @@ def test_step_time_of_published_runs(validation: Validation) -> None:
     assert summary(validation, "source seqsel-2205.05198", "step_time_seconds").mean_absolute_error <= 0.03
 
 
+# Its own source's next row, the same layout with twice the micro-batch, holds 9 GB less: one of the two is wrong.
+SUSPECT = "bloom-02-21-h13824-L84-a64-tp8pp6dp8-mbs2-gbs2048"
+# Its neighbour of as many weights per rank and the same micro-batch (h13312, 94 layers) ran in 67 GB.
+SUSPECT_OOM = "bloom-02-28-h14336-L82-a128-tp4pp12dp8-mbs2-gbs2048"
+
+
 def test_memory_of_published_runs(validation: Validation) -> None:
     assert summary(validation, "all", "peak_memory_bytes").median_absolute_error <= 0.05
+    errors = {row.id: row.relative_error for row in validation.rows if row.quantity == "peak_memory_bytes"}
+    assert [name for name, error in errors.items() if error is not None and error < -0.10] == [SUSPECT]
+    fits = {row.id: row.relative_error for row in validation.rows if row.quantity == "fits"}
+    assert [name for name, error in fits.items() if error is not None and error <= 0.0] == [SUSPECT_OOM]
+
+
+def test_a_composed_softmax_holds_its_exponentials(rows: dict[str, Row]) -> None:
+    """torchtitan's loss over a cut vocabulary: 18 bytes of allocator blocks per logit where the fused one has 14."""
+    run, stack = run_of(rows, "titan-70b-256g-2D"), frameworks()["torchtitan"]
+    tokens = run.micro_batch * run.seq_len
+    logits = tokens * run.vocab / run.tp
+    gathered = 4.0 * tokens * run.hidden
+    assert head_bytes(run, stack) == pytest.approx((stack.logit_bytes + 4) * logits + gathered)
+    whole = dataclasses.replace(run, tp=1, sequence_parallel=False)
+    assert head_bytes(whole, stack) == pytest.approx(stack.logit_bytes * logits * run.tp)
+
+
+def test_an_unsharded_update_casts_and_joins_gradients(rows: dict[str, Row]) -> None:
+    run, stack = (
+        run_of(rows, "bloom-02-21-h14336-L72-a64-tp8pp12dp4-mbs2-gbs2048#2"),
+        frameworks()["megatron-deepspeed"],
+    )
+    assert run.sharding == "none"
+    parameters = parameters_of_rank(run, tied=True)
+    assert state_bytes(run, stack, 0) == pytest.approx(24 * parameters)  # 2 + 2 + 12 + 4 + 4
 
 
 def test_memory_of_megatrons_ci_runs() -> None:
@@ -76,30 +115,61 @@ def test_memory_of_megatrons_ci_runs() -> None:
     assert float(first.group(2)) <= 5.0
 
 
-@pytest.mark.parametrize("factor", [0.9, 1.1])
+def constants() -> Iterator[tuple[str, str, str]]:
+    """(framework or GPU, its name, constant) for every number of every shipped parameter set."""
+    for name in frameworks():
+        yield from (("framework", name, field.name) for field in dataclasses.fields(Framework) if field.type == "float")
+    for name, device in run_efficiencies().items():
+        yield from (("gpu", name, field.name) for field in dataclasses.fields(Efficiency) if field.type == "float")
+        yield from (("gpu", name, precision) for precision in device.matrix_efficiency)
+
+
+def changed(kind: str, name: str, constant: str, factor: float) -> tuple[dict[str, Efficiency], dict[str, Framework]]:
+    """The shipped sets with one constant of one set times `factor`."""
+    devices, stacks = dict(run_efficiencies()), dict(frameworks())
+    entry = stacks[name] if kind == "framework" else devices[name]
+    if isinstance(entry, Framework):
+        stacks[name] = dataclasses.replace(entry, **{constant: getattr(entry, constant) * factor})
+    elif constant in (rates := entry.matrix_efficiency):
+        devices[name] = dataclasses.replace(entry, matrix_efficiency={**rates, constant: rates[constant] * factor})
+    else:
+        devices[name] = dataclasses.replace(entry, **{constant: getattr(entry, constant) * factor})
+    return devices, stacks
+
+
+def _mean_errors(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[float, float, float]:
+    """Median, mean and 90th percentile."""
+    errors = sorted(abs(predicted[name] / value - 1) for name, value in measured.items())
+    return errors[len(errors) // 2], sum(errors) / len(errors), errors[int(0.9 * len(errors))]
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.95, 1.05, 1.1])
 def test_no_constant_sits_on_a_knifes_edge(rows: dict[str, Row], factor: float) -> None:
-    """Any one constant ten percent off leaves the median error under 11 %: no good result hangs on one of them."""
-    chosen = [row for index, row in enumerate(rows.values()) if row.run and row.step_seconds and index % 12 == 0]
-
-    def median_error(efficiency: dict[str, Efficiency], stacks: dict[str, Framework]) -> float:
-        errors = sorted(
-            abs(RunModel(row.run, efficiency[row.run.gpu], stacks[row.run.stack]).step_seconds() / row.step_seconds - 1)
-            for row in chosen
-            if row.run and row.step_seconds
-        )
-        return errors[len(errors) // 2]
-
-    devices, stacks = run_efficiencies(), frameworks()
-    for field in dataclasses.fields(Framework):
-        if field.type == "float":
-            changed = {
-                name: dataclasses.replace(stack, **{field.name: getattr(stack, field.name) * factor})
-                for name, stack in stacks.items()
-            }
-            assert median_error(devices, changed) < 0.11, field.name
-    for name in ("matrix_depth_overhead", "attention_forward_efficiency", "memory_efficiency", "scale_up_efficiency"):
-        shifted = {key: dataclasses.replace(d, **{name: getattr(d, name) * factor}) for key, d in devices.items()}
-        assert median_error(shifted, stacks) < 0.11, name
+    """With any one constant up to ten percent off, errors of step time and memory still meet what is asked of the
+    shipped sets, and no run's prediction moves by more than that constant did.
+    """
+    chosen = {row.id: row.run for row in list(rows.values())[::4] if row.run}
+    seconds = {name: rows[name].step_seconds for name in chosen if rows[name].step_seconds}
+    memory = {name: rows[name].memory_bytes for name in chosen if rows[name].memory_bytes}
+    base_seconds = {name: RunModel(chosen[name]).step_seconds() for name in seconds}
+    base_memory = {name: run_memory_bytes(chosen[name]) for name in memory}
+    for kind, entry, constant in constants():
+        hit = [name for name, run in chosen.items() if entry == (run.stack if kind == "framework" else run.gpu)]
+        devices, stacks = changed(kind, entry, constant, factor)
+        new_seconds, new_memory = dict(base_seconds), dict(base_memory)
+        for name in hit:
+            run = chosen[name]
+            if name in seconds:
+                new_seconds[name] = RunModel(run, devices[run.gpu], stacks[run.stack]).step_seconds()
+            if name in memory:
+                new_memory[name] = run_memory_bytes(run, stacks[run.stack])
+        for old, new in ((base_seconds, new_seconds), (base_memory, new_memory)):
+            assert all(abs(math.log(new[name] / old[name])) <= abs(math.log(factor)) for name in old), (entry, constant)
+        median, mean, ninetieth = _mean_errors(new_seconds, seconds)
+        assert median <= 0.06, (entry, constant)
+        assert mean <= 0.09, (entry, constant)
+        assert ninetieth <= 0.20, (entry, constant)
+        assert _mean_errors(new_memory, memory)[0] <= 0.05, (entry, constant)
 
 
 def test_unfused_activations_are_the_papers(rows: dict[str, Row]) -> None:
