@@ -108,6 +108,8 @@ SURFACE: dict[str, set[str]] = {
     },
     "specs.cluster": {
         "ClusterSpec",
+        "CollectiveCurve",
+        "CollectiveOp",
         "Device",
         "Link",
         "LinkLevel",
@@ -215,7 +217,6 @@ SURFACE: dict[str, set[str]] = {
         "model_preset",
     },
     "specs.profile": {
-        "CollectiveOp",
         "CollectiveTiming",
         "ModuleTiming",
         "OptimizerTiming",
@@ -236,10 +237,17 @@ SURFACE: dict[str, set[str]] = {
     },
     "specs.schedule": {
         "Action",
-        "Direction",
+        "Actions",
+        "Held",
+        "Kind",
+        "Schedule",
+        "Step",
+        "check_actions",
         "format_actions",
-        "num_in_flight",
+        "most_held",
         "parse_actions",
+        "pipeline_actions",
+        "run_order",
         "stage_actions",
     },
     "specs.tensors": {
@@ -251,6 +259,7 @@ SURFACE: dict[str, set[str]] = {
         "local_rows",
         "num_parameters",
         "parameter_name",
+        "sharding_level",
         "tensors_of",
     },
 }
