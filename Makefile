@@ -12,7 +12,7 @@ TMP := $(CURDIR)/.tmp
 ENV := TMPDIR=$(TMP) MPLCONFIGDIR=$(TMP)/matplotlib HF_HOME=$(TMP)/huggingface
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo bench test lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ :/' | awk -F' : ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,6 +33,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## profile, plan, train and compare on this machine (minutes)
 	@mkdir -p $(TMP)
 	@$(ENV) $(BIN)/python -u -m examples.demo
+
+bench: $(STAMP)  ## plans against each other on two hosts with a slow link (Linux, root; hours, resumable)
+	@mkdir -p $(TMP)
+	@$(ENV) $(BIN)/python -m benchmarks.testbed
 
 test: $(STAMP)  ## run the whole test suite
 	@mkdir -p $(TMP)

@@ -1,0 +1,124 @@
+"""Experiment 1: every plan of a small model, predicted against measured, over numbers of ranks and rates of the link.
+
+For each case the hosts are profiled by `plait profile`, a plan is chosen by the planner from that profile alone, and
+the chosen plan runs in turns with all the others.  Reported: the median error of step times, the rank correlation,
+and the regret of the choice: its measured time over the best measured time of any plan.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy.stats import spearmanr
+
+from benchmarks.testbed.hosts import Bed
+from benchmarks.testbed.measure import NUM_TURNS, Measured, profile_of, take_turns
+from benchmarks.testbed.plans import plan_of, shapes
+from benchmarks.testbed.progress import Progress
+from cost_models.sources import measured_costs
+from cost_models.step import price
+from planner.start import start_plan
+from specs.plan import Plan, TrainingSpec
+from specs.presets import load_model
+
+MODEL, SEQ_LEN, BATCH = "demo", 256, 8
+CHOSEN = "chosen"
+BLOCK_SEQUENCES = {2: "1,2,4", 4: "1,2,4,8"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two hosts of `ranks` / 2 ranks each, joined by cables of `gigabits_per_second` (None: no limit)."""
+
+    ranks: int
+    gigabits_per_second: float | None
+
+    @property
+    def name(self) -> str:
+        """`2 ranks, 1 Gbit/s`."""
+        rate = self.gigabits_per_second
+        return f"{self.ranks} ranks, " + ("no limit" if rate is None else f"{rate:g} Gbit/s")
+
+    @property
+    def bed(self) -> Bed:
+        """Its hosts."""
+        rate = self.gigabits_per_second
+        return Bed(2, self.ranks // 2, None if rate is None else rate * 1e9)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """All plans of one case."""
+
+    case: Case
+    predicted: dict[str, float]  # seconds
+    measured: dict[str, Measured]
+    activation_errors: dict[str, float]  # predicted over measured, minus 1, of the fullest rank
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured, minus 1."""
+        return {name: self.predicted[name] / self.measured[name].seconds - 1 for name in self.predicted}
+
+    @property
+    def median_error(self) -> float:
+        """Of absolute errors."""
+        return statistics.median(map(abs, self.errors.values()))
+
+    @property
+    def rank_correlation(self) -> float:
+        """Spearman's, of predicted and measured step times."""
+        names = list(self.predicted)
+        pairs = [self.predicted[name] for name in names], [self.measured[name].seconds for name in names]
+        return float(spearmanr(*pairs).statistic)
+
+    @property
+    def best(self) -> str:
+        """The plan that was measured fastest."""
+        return min(self.measured, key=lambda name: self.measured[name].seconds)
+
+    @property
+    def regret(self) -> float:
+        """Measured time of the chosen plan over the best measured time, minus 1."""
+        return self.measured[CHOSEN].seconds / self.measured[self.best].seconds - 1
+
+
+def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = NUM_TURNS) -> Agreement:
+    """Profile, choose, run all in turns; what was measured before in `folder` is not measured again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    training = TrainingSpec(global_batch=BATCH, seq_len=SEQ_LEN, precision="fp32")
+    model = load_model(MODEL)
+    with case.bed.up() as hosts:
+        progress.say(f"{case.name}: profile")
+        sizes = BLOCK_SEQUENCES[case.ranks]
+        profile = profile_of(hosts, folder, model=MODEL, seq_len=SEQ_LEN, block_sequences=sizes)
+        costs = measured_costs(profile, training, profile.cluster)
+        plans: dict[str, Plan] = {}
+        for shape in shapes(case.ranks, BATCH):
+            plan = plan_of(shape, model, profile.cluster, training)
+            plans[shape.name] = plan.with_results(predicted=price(plan, costs))
+        plans[CHOSEN] = start_plan(
+            model=MODEL,
+            cluster=None,
+            profile_path=folder / "profile.json",
+            global_batch=BATCH,
+            seq_len=SEQ_LEN,
+            precision="fp32",
+            memory_cap=None,
+            objective="step-time",
+            freedom="cuts",
+            time_limit_seconds=60.0,
+            top_k=0,
+            command="benchmarks/testbed",
+        )
+        with progress.count(f"{case.name}: {len(plans)} plans", num_turns * len(plans)) as advance:
+            measured = take_turns(hosts, folder, plans, advance=advance, num_turns=num_turns)
+    predicted, activation_errors = {}, {}
+    for name, plan in plans.items():
+        assert plan.predicted is not None
+        predicted[name] = plan.predicted.step_time_seconds
+        kept = measured[name].activation_bytes[plan.predicted.peak_memory_rank]
+        activation_errors[name] = plan.predicted.peak_memory_terms.activations / kept - 1
+    return Agreement(case, predicted, measured, activation_errors)

@@ -1,0 +1,259 @@
+"""Hosts made of network namespaces, joined by links of a given rate; ranks held back by CPU quota.
+
+A hub namespace holds a bridge; each host is a namespace with one interface on it.  A token bucket (`tc tbf`) on both
+ends of each cable limits its rate in both directions.  Traffic inside a host goes over its loopback, unlimited.  No
+interface of the machine itself is touched.  Everything carries the name and process of its maker, so that what a
+killed maker left behind is found and removed by the next one.
+
+Needs Linux, root and iproute2; CPU quotas need the cgroup controller `cpu` (version 1 or 2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specs.errors import BadInputError
+
+PREFIX = "plait"
+SUBNET = "10.213.77"  # inside the namespaces only
+PORT = 29519
+ROOT = Path(__file__).resolve().parents[2]
+CGROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, version 2
+QUOTA_PERIOD_MICROSECONDS = 10_000  # short beside a step, so that a slow rank is slow and not stopped
+
+
+@dataclass(frozen=True)
+class Bed:
+    """`num_hosts` hosts of `ranks_per_host` ranks; `slow` gives ranks the share of one core that they may use."""
+
+    num_hosts: int
+    ranks_per_host: int
+    bits_per_second: float | None = None  # of each host's cable; None: as fast as the kernel copies
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.num_hosts * self.ranks_per_host
+
+    @contextmanager
+    def up(self) -> Iterator[Running]:
+        """The hosts, until the block ends, however it ends.
+
+        Raises:
+            BadInputError: this machine or user cannot make network namespaces or CPU quotas.
+        """
+        check_machine(quotas=bool(self.slow))
+        remove_left_behind()
+        running = Running(self, f"{PREFIX}-{os.getpid()}")
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            running.make()
+            yield running
+        finally:
+            # A second Ctrl-C must not leave half of it behind.
+            held = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            remove(running.name)
+            signal.signal(signal.SIGINT, held)
+            signal.signal(signal.SIGTERM, previous)
+
+
+@dataclass
+class Running:
+    """Hosts that are up."""
+
+    bed: Bed
+    name: str
+
+    def make(self) -> None:
+        """Namespaces, cables, limits, quotas."""
+        hub = f"{self.name}-hub"
+        _ip("netns", "add", hub)
+        _ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge0", "up")
+        for host in range(self.bed.num_hosts):
+            space = self.host(host)
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+            # Both ends are born inside their namespaces: the machine's own list of interfaces never shows them.
+            peer = ("peer", "name", f"port{host}", "netns", hub)
+            _ip("-n", space, "link", "add", "eth0", "type", "veth", *peer)
+            _ip("-n", space, "addr", "add", f"{SUBNET}.{host + 1}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "eth0", "up")
+            _ip("-n", hub, "link", "set", f"port{host}", "master", "bridge0", "up")
+            if self.bed.bits_per_second is not None:
+                for place, device in ((space, "eth0"), (hub, f"port{host}")):
+                    _limit(place, device, self.bed.bits_per_second)
+        for rank, share in self.bed.slow.items():
+            _make_quota(self.quota(rank), share)
+
+    def host(self, index: int) -> str:
+        """Namespace of a host."""
+        return f"{self.name}-{index}"
+
+    def quota(self, rank: int) -> Path:
+        """The cgroup that holds a slow rank back."""
+        return _cgroup_root() / f"{self.name}-rank{rank}"
+
+    def command(self, host: int, module: str, *arguments: str) -> list[str]:
+        """One host's agent: torchrun with this host's ranks, each running `python -m module arguments...`."""
+        bed = self.bed
+        quotas = [f"{rank}={self.quota(rank)}" for rank in bed.slow]
+        return [
+            *("ip", "netns", "exec", self.host(host), sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", str(bed.num_hosts), "--node-rank", str(host), "--nproc-per-node", str(bed.ranks_per_host)),
+            *("--master-addr", f"{SUBNET}.1", "--master-port", str(PORT), "--no-python"),
+            *(sys.executable, "-m", "benchmarks.testbed.held_back", ",".join(quotas), module, *arguments),
+        ]
+
+    def run(self, module: str, *arguments: str, log: Path, poll: Callable[[], None] = lambda: None) -> None:
+        """Run a module on all ranks of all hosts; what they print goes to one log per host.
+
+        `poll` is called a few times a second.
+
+        Raises:
+            RuntimeError: an agent ended with an error; its last lines are in the message.
+        """
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        agents: list[subprocess.Popen[bytes]] = []
+        first_failure: int | None = None
+        logs = [log.with_suffix(f".host{host}.txt") for host in range(self.bed.num_hosts)]
+        try:
+            for host, path in enumerate(logs):
+                with path.open("wb") as out:
+                    command = self.command(host, module, *arguments)
+                    agents.append(
+                        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+                    )
+            while first_failure is None and any(agent.poll() is None for agent in agents):
+                first_failure = next((host for host, agent in enumerate(agents) if agent.poll()), None)
+                poll()
+                time.sleep(0.2)
+        finally:
+            _kill_all(self.host(host) for host in range(self.bed.num_hosts))
+            for agent in agents:
+                agent.wait()
+        if first_failure is not None:
+            lines = [line for line in logs[first_failure].read_text(errors="replace").splitlines() if line.strip()]
+            cause = "\n".join(lines[-15:])
+            raise RuntimeError(
+                f"{module} on host {first_failure} ended with {agents[first_failure].returncode}:\n{cause}"
+            )
+
+
+def check_machine(*, quotas: bool) -> None:
+    """Raises `BadInputError` where hosts cannot be made, with what is missing."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise BadInputError("the testbed makes network namespaces, which needs root on Linux. Run it as root.")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise BadInputError(
+                f"the testbed needs `{tool}` of iproute2. On Debian or Ubuntu: apt-get install iproute2"
+            )
+    if quotas:
+        _cgroup_root()
+
+
+def remove_left_behind() -> None:
+    """Remove what a maker that no longer lives has left."""
+    names = {name.rsplit("-", 1)[0] for name in _namespaces() if name.startswith(f"{PREFIX}-")}
+    for name in names:
+        owner = name.removeprefix(f"{PREFIX}-")
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            remove(name)
+
+
+def remove(name: str) -> None:
+    """End all processes in the namespaces and quotas of `name`, and delete them."""
+    spaces = [space for space in _namespaces() if space.startswith(f"{name}-")]
+    _kill_all(spaces)
+    for space in spaces:
+        _ip("netns", "del", space)  # takes its interfaces, cables and limits along
+    for root in CGROUPS:
+        for folder in root.glob(f"{name}-rank*"):
+            _remove_quota(folder)
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip()]
+
+
+def _kill_all(spaces: Iterator[str] | Sequence[str]) -> None:
+    """Until none is left: a process may start another while it is being killed."""
+    waiting = list(spaces)
+    for _ in range(100):
+        pids = [int(pid) for space in waiting for pid in _ip("netns", "pids", space).split()]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    raise RuntimeError(f"processes {pids} in {waiting} do not end")
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BadInputError(
+            f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}. Network namespaces may be switched off here."
+        )
+    return done.stdout
+
+
+def _limit(space: str, device: str, bits_per_second: float) -> None:
+    # The bucket must hold what passes in one tick of the kernel's clock, and at least one large segment (64 KiB).
+    burst = max(int(bits_per_second / 8 / 250), 1 << 17)
+    command = ["tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf"]
+    command += ["rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "100ms"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BadInputError(f"`{' '.join(command)}` failed: {done.stderr.strip()}. The kernel may lack sch_tbf.")
+
+
+def _cgroup_root() -> Path:
+    for root in CGROUPS:
+        if (root / "cpu.cfs_quota_us").exists() or (root / "cgroup.controllers").exists():
+            return root
+    for root in CGROUPS[:1]:
+        if root.is_dir() and os.access(root, os.W_OK):  # the root group of version 1 shows no quota file of its own
+            return root
+    raise BadInputError("a slow rank needs the cgroup controller cpu, none is mounted under /sys/fs/cgroup.")
+
+
+def _make_quota(folder: Path, share: float) -> None:
+    try:
+        folder.mkdir()
+        quota = int(share * QUOTA_PERIOD_MICROSECONDS)
+        if (folder / "cpu.max").exists():
+            (folder / "cpu.max").write_text(f"{quota} {QUOTA_PERIOD_MICROSECONDS}")
+        else:
+            (folder / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_MICROSECONDS))
+            (folder / "cpu.cfs_quota_us").write_text(str(quota))
+    except OSError as error:
+        raise BadInputError(f"{folder}: no CPU quota can be set ({error.strerror}).") from None
+
+
+def _remove_quota(folder: Path) -> None:
+    for _ in range(100):
+        try:
+            folder.rmdir()
+            return
+        except OSError:  # its last process is still ending
+            time.sleep(0.05)
+    raise RuntimeError(f"{folder} cannot be removed")
+
+
+def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
+    raise KeyboardInterrupt

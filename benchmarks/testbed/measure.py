@@ -1,0 +1,79 @@
+"""Measures on the testbed: a profile, and the steps of plans in turns."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.testbed.hosts import Running
+from benchmarks.testbed.turns import Job
+from specs.base import load_document
+from specs.plan import Plan
+from specs.profile import Profile
+
+NUM_TURNS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one step: the median over turns, each turn being the median of its steps; the middle 80 %."""
+
+    seconds: float
+    p10: float
+    p90: float
+    turns: int
+    activation_bytes: tuple[int, ...]  # kept for backward at the peak, by rank
+
+
+def profile_of(hosts: Running, folder: Path, *, model: str, seq_len: int, block_sequences: str) -> Profile:
+    """`plait profile` on the hosts, once; later calls read what it wrote."""
+    path = folder / "profile.json"
+    if not path.exists():
+        sizes = ("--seq-len", str(seq_len), "--block-sequences", block_sequences, "--steps", "4", "--rounds", "3")
+        hosts.run("cli", "profile", "--model", model, *sizes, "-o", str(path), log=folder / "profile.log")
+    return load_document(Profile, path, "profile")
+
+
+def take_turns(
+    hosts: Running,
+    folder: Path,
+    plans: Mapping[str, Plan],
+    *,
+    advance: Callable[[int], None],
+    num_turns: int = NUM_TURNS,
+) -> dict[str, Measured]:
+    """Run all plans in turns; `advance` is told how many turns are done.  What an earlier call did is kept."""
+    files: dict[str, Path] = {}
+    for number, (name, plan) in enumerate(sorted(plans.items())):
+        files[name] = folder / f"plan-{number}.json"
+        plan.save(files[name])
+    job = Job(plans=files, out=folder / "turns.jsonl", num_turns=num_turns)
+    job.save(folder / "job.json")
+
+    def poll() -> None:
+        if job.out.exists():
+            advance(job.out.read_text().count("\n"))
+
+    hosts.run("benchmarks.testbed.turns", str(folder / "job.json"), log=folder / "turns.log", poll=poll)
+    poll()
+    return read_turns(job.out)
+
+
+def read_turns(path: Path) -> dict[str, Measured]:
+    """By plan."""
+    turns: defaultdict[str, list[float]] = defaultdict(list)
+    kept: dict[str, tuple[int, ...]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        turns[record["plan"]].append(statistics.median(record["seconds"]))
+        if "activation_bytes" in record:
+            kept[record["plan"]] = tuple(record["activation_bytes"])
+    found = {}
+    for name, values in turns.items():
+        tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
+        found[name] = Measured(statistics.median(values), tenths[0], tenths[-1], len(values), kept[name])
+    return found

@@ -1,0 +1,145 @@
+"""Results as tables (Markdown, CSV) and pictures, with the machine and the date."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import platform
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from benchmarks.testbed import agreement, nonuniform, slow_rank
+from executor.device import device_name
+from specs.base import write_whole
+from specs.units import percent, seconds
+
+
+def heading(title: str) -> str:
+    """Title, machine, date."""
+    import torch
+
+    machine = f"{os.cpu_count()} x {device_name(torch.device('cpu'))}, Linux {platform.release()}"
+    return f"# {title}\n\n{machine}, torch {torch.__version__}, gloo; {date.today().isoformat()}.\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join(lines) + "\n"
+
+
+def write_agreement(found: Sequence[agreement.Agreement], results: Path) -> str:
+    """Summary by case, all rows as CSV, a picture."""
+    summary = [
+        (
+            item.case.name,
+            str(len(item.predicted)),
+            percent(item.median_error),
+            percent(max(map(abs, item.errors.values()))),
+            f"{item.rank_correlation:.3f}",
+            percent(item.regret),
+            item.best,
+        )
+        for item in found
+    ]
+    header = ("case", "plans", "median error", "worst", "rank correlation", "regret of the choice", "measured best")
+    text = heading("Predicted against measured on two hosts") + "\n" + _table(header, summary)
+    buffer = io.StringIO()
+    rows = csv.writer(buffer, lineterminator="\n")
+    rows.writerow(["case", "plan", "predicted_s", "measured_s", "p10_s", "p90_s", "turns", "error", "activation_error"])
+    for item in found:
+        for name, measured in sorted(item.measured.items(), key=lambda pair: pair[1].seconds):
+            numbers = (item.predicted[name], measured.seconds, measured.p10, measured.p90)
+            errors = (item.errors[name], item.activation_errors[name])
+            rows.writerow(
+                [item.case.name, name, *(f"{v:.4f}" for v in numbers), measured.turns, *(f"{v:+.3f}" for v in errors)]
+            )
+    write_whole(results / "testbed-agreement.csv", buffer.getvalue())
+    write_whole(results / "testbed-agreement.md", text)
+    _draw_agreement(found, results / "testbed-agreement.png")
+    return text
+
+
+def _draw_agreement(found: Sequence[agreement.Agreement], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(4, len(found))
+    lines = -(-len(found) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(3.2 * columns, 3.2 * lines), squeeze=False)
+    for axis, item in zip(axes.flat, found, strict=False):
+        names = list(item.predicted)
+        measured = [item.measured[name].seconds for name in names]
+        axis.errorbar(
+            [item.predicted[name] for name in names],
+            measured,
+            yerr=[
+                [max(0.0, m - item.measured[name].p10) for m, name in zip(measured, names, strict=True)],
+                [max(0.0, item.measured[name].p90 - m) for m, name in zip(measured, names, strict=True)],
+            ],
+            fmt="o",
+            markersize=4,
+            linewidth=0.8,
+        )
+        chosen = item.measured[agreement.CHOSEN].seconds
+        axis.plot([item.predicted[agreement.CHOSEN]], [chosen], "*", markersize=12, color="tab:red", label="chosen")
+        ends = [0.9 * min([*measured, *item.predicted.values()]), 1.1 * max([*measured, *item.predicted.values()])]
+        axis.plot(ends, ends, linewidth=0.8, color="gray")
+        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=item.case.name)
+        axis.legend(loc="upper left", frameon=False)
+    for axis in axes.flat[len(found) :]:
+        axis.set_visible(False)
+    figure.supxlabel("predicted step, s")
+    figure.supylabel("measured step, s (bars: middle 80 %)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def write_nonuniform(found: Sequence[nonuniform.Outcome], results: Path) -> str:
+    """One row a case: time saved by degrees per module, predicted and measured."""
+    rows = []
+    for item in found:
+        cap = "none" if item.memory_cap_bytes is None else f"{item.memory_cap_bytes / 2**20:.0f} MiB"
+        where = f"{item.case.bed.num_hosts} x {item.case.bed.ranks_per_host}"
+        if item.measured:
+            best, chosen = (item.measured[name] for name in (nonuniform.UNIFORM, nonuniform.CHOSEN))
+            times = [
+                f"{seconds(each.seconds)} ({1e3 * each.p10:.0f} .. {1e3 * each.p90:.0f})" for each in (best, chosen)
+            ]
+            measured_saving = percent(item.measured_saving or 0.0, signed=True)
+        else:
+            missing = nonuniform.UNIFORM not in item.plans
+            times = ["nothing fits" if missing else "the same plan", "not run"]
+            measured_saving = "-"
+        predicted = percent(item.predicted_saving, signed=True) if nonuniform.UNIFORM in item.plans else "-"
+        rows.append((item.case.name, where, cap, *times, predicted, measured_saving))
+    header = ("case", "hosts x ranks", "memory cap", "best uniform", "chosen", "saved, predicted", "saved, measured")
+    text = heading("Best uniform plan against degrees per module") + "\n" + _table(header, rows)
+    write_whole(results / "testbed-nonuniform.md", text)
+    return text
+
+
+def write_slow_rank(found: slow_rank.Recovery, results: Path) -> str:
+    """Three step times, the bound and what is recovered."""
+    rows = [
+        (
+            name,
+            seconds(each.seconds),
+            f"{1e3 * each.p10:.0f} .. {1e3 * each.p90:.0f}",
+            percent(each.seconds / found.healthy.seconds - 1, signed=True),
+        )
+        for name, each in (
+            ("healthy", found.healthy),
+            (slow_rank.EVEN, found.even),
+            (slow_rank.BY_SPEED, found.by_speed),
+        )
+    ]
+    text = heading(f"One of {found.num_ranks} ranks at {slow_rank.SHARE:.0%} speed") + "\n"
+    text += _table(("cuts", "step", "10 .. 90 %, ms", "over healthy"), rows)
+    text += f"\nNo cut can beat {seconds(found.bound)}; cuts by speed recover {percent(found.recovered)} of the rest.\n"
+    write_whole(results / "testbed-slow-rank.md", text)
+    return text

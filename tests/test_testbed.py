@@ -1,0 +1,159 @@
+"""The testbed: hosts that come and go without a trace, links of the rate that was asked for, fair turns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.testbed.hosts import CGROUPS, Bed, check_machine
+from benchmarks.testbed.measure import Measured
+from benchmarks.testbed.plans import plan_of, shapes
+from benchmarks.testbed.slow_rank import Recovery
+from benchmarks.testbed.turns import order
+from specs.errors import BadInputError
+from specs.plan import TrainingSpec
+from specs.presets import load_cluster, load_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _can_make_hosts() -> bool:
+    """A namespace can be made and removed."""
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
+    name = f"plait-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    return made and subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False).returncode == 0
+
+
+needs_hosts = pytest.mark.skipif(not _can_make_hosts(), reason="network namespaces need root on Linux and iproute2")
+
+# A server on the first host sends as fast as the cable takes; the client prints bytes per second.
+SERVER = """
+import socket
+with socket.create_server(("0.0.0.0", 5001)) as listener:
+    link, _ = listener.accept()
+    for _ in range({blocks}):
+        link.sendall(bytes(1 << 20))
+    link.close()
+"""
+CLIENT = """
+import socket, time
+for _ in range(100):
+    try:
+        link = socket.create_connection(("10.213.77.1", 5001))
+        break
+    except OSError:
+        time.sleep(0.1)
+size, begin = 0, time.perf_counter()
+while part := link.recv(1 << 20):
+    size += len(part)
+print(size / (time.perf_counter() - begin))
+"""
+
+
+def namespaces() -> list[str]:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
+
+
+def interfaces() -> list[str]:
+    return sorted(path.name for path in Path("/sys/class/net").iterdir())
+
+
+@needs_hosts
+def test_a_cable_has_its_rate_and_nothing_stays_behind() -> None:
+    before, own = interfaces(), f"plait-{os.getpid()}"
+    with Bed(2, 1, bits_per_second=2e8).up() as hosts:
+        assert interfaces() == before, "the machine's own interfaces are not touched"
+        start = ("ip", "netns", "exec")
+        server = subprocess.Popen([*start, hosts.host(0), sys.executable, "-c", SERVER.format(blocks=12)])
+        client = subprocess.run(
+            [*start, hosts.host(1), sys.executable, "-c", CLIENT], capture_output=True, text=True, check=True
+        )
+        server.wait()
+        # The bucket's first fill passes at once, headers take a few percent.
+        assert 0.85 * 2e8 < 8 * float(client.stdout) < 1.15 * 2e8
+    assert not [name for name in namespaces() if name.startswith(own)]
+    assert interfaces() == before
+
+
+@needs_hosts
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_takes_the_hosts_and_their_processes_along(how: signal.Signals) -> None:
+    code = (
+        "import subprocess, time\n"
+        "from benchmarks.testbed.hosts import Bed\n"
+        "with Bed(2, 1, slow={0: 0.5}).up() as hosts:\n"
+        "    subprocess.Popen(['ip', 'netns', 'exec', hosts.host(0), 'sleep', '600'])\n"
+        "    print('up', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    maker = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert maker.stdout is not None
+    try:
+        if maker.stdout.readline() != b"up\n":
+            pytest.skip("CPU quotas cannot be set here")
+        assert any(name.startswith(f"plait-{maker.pid}-") for name in namespaces())
+        maker.send_signal(how)
+        maker.wait(timeout=30)
+    finally:
+        maker.kill()
+        maker.stdout.close()
+    assert not [name for name in namespaces() if name.startswith(f"plait-{maker.pid}-")]
+    assert not [folder for root in CGROUPS for folder in root.glob(f"plait-{maker.pid}-*")]
+
+
+@needs_hosts
+def test_what_a_killed_maker_left_is_removed_by_the_next() -> None:
+    code = "import os\nfrom benchmarks.testbed.hosts import Running, Bed\n"
+    code += "Running(Bed(1, 1), f'plait-{os.getpid()}').make()\nprint(os.getpid())\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    left = f"plait-{done.stdout.strip()}-"
+    assert [name for name in namespaces() if name.startswith(left)]
+    deadline = time.monotonic() + 10
+    with Bed(1, 1).up():
+        assert not [name for name in namespaces() if name.startswith(left)]
+    assert time.monotonic() < deadline
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(BadInputError, match=r"needs root on Linux\. Run it as root"):
+        check_machine(quotas=False)
+
+
+def test_every_plan_takes_every_place_in_the_turns() -> None:
+    names = [f"plan {i}" for i in range(5)]
+    turns = [order(names, turn) for turn in range(10)]
+    assert all(sorted(turn) == names for turn in turns)
+    assert len({turn[0] for turn in turns}) >= 4
+    before = {name: {turn[turn.index(name) - 1] for turn in turns} for name in names}
+    assert all(len(found) >= 2 for found in before.values()), "no plan always follows the same one"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_at_least_twenty_different_plans(num_ranks: int) -> None:
+    found = list(shapes(num_ranks, batch=8))
+    assert len(found) == len({shape.name for shape in found}) >= 20
+    training = TrainingSpec(global_batch=8, seq_len=256, precision="fp32")
+    cluster = load_cluster(f"h100x{num_ranks}")
+    plans = [plan_of(shape, load_model("demo"), cluster, training) for shape in found]
+    assert {plan.world_size for plan in plans} == {num_ranks}
+    assert len({(plan.pipelines, len(plan.replicas)) for plan in plans}) == len(found)
+
+
+def test_recovered_share_of_what_a_slow_rank_costs() -> None:
+    def at(seconds: float) -> Measured:
+        return Measured(seconds, seconds, seconds, 5, (1, 1))
+
+    # Half speed on one of two ranks: even cuts take twice as long, the best cuts 4/3.
+    found = Recovery(2, {}, at(3.0), at(6.0), at(4.5))
+    assert found.bound == pytest.approx(4.0)
+    assert found.recovered == pytest.approx(0.75)
