@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from cost_models.interpolate import log_log
-from specs.cluster import Link
-from specs.profile import CollectiveOp
+from specs.cluster import ClusterSpec, CollectiveOp, Link, LinkLevel
 
 _DATA = Path(__file__).parent / "data"
 
@@ -24,6 +24,7 @@ _PASSES: dict[CollectiveOp, float] = {
 }
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
+Curves = Mapping[tuple[CollectiveOp, int], Curve]
 
 
 def wire_share(op: CollectiveOp, num_ranks: int) -> float:
@@ -56,24 +57,43 @@ def curves() -> dict[str, dict[tuple[CollectiveOp, int], Curve]]:
     return dict(result)
 
 
-def scale_up_seconds(
-    curve_set: str | None, link: Link, efficiency: float, op: CollectiveOp, num_ranks: int, payload_bytes: int
-) -> float:
-    """A collective inside one scale-up domain.
+def shipped_curves(name: str | None) -> Curves:
+    """A shipped curve set; None: none, link rates are used."""
+    return curves()[name] if name is not None else {}
 
-    Between and beyond the measured group sizes the curve of the nearest size is used with its bytes on the wire
-    scaled; a set without the operation takes all-gather and reduce-scatter as half an all-reduce.
+
+def measured_curves(cluster: ClusterSpec, level: LinkLevel, ranks_per_domain: int | None = None) -> Curves:
+    """A cluster's own curves of a level; between domains those with that many members in each."""
+    return {
+        (curve.op, curve.num_ranks): (tuple(float(size) for size in curve.payload_bytes), curve.seconds)
+        for curve in cluster.collectives
+        if curve.level == level and (ranks_per_domain is None or curve.ranks_per_domain == ranks_per_domain)
+    }
+
+
+def curve_seconds(available: Curves, op: CollectiveOp, num_ranks: int, payload_bytes: int) -> float | None:
+    """From the curve of the nearest group size, with its bytes on the wire scaled; None without one for `op`."""
+    sizes = [n for o, n in available if o == op]
+    if not sizes:
+        return None
+    nearest = min(sizes, key=lambda n: (abs(n - num_ranks), n))
+    xs, ys = available[op, nearest]
+    return log_log(xs, ys, payload_bytes * wire_share(op, num_ranks) / wire_share(op, nearest))
+
+
+def scale_up_seconds(
+    available: Curves, link: Link, efficiency: float, op: CollectiveOp, num_ranks: int, payload_bytes: int
+) -> float:
+    """A collective inside one scale-up domain.  Curves without the operation give all-gather and reduce-scatter as
+    half an all-reduce; a transfer from rank to rank is that of its link, unless it was measured.
     """
-    available = curves().get(curve_set, {}) if curve_set is not None else {}
-    candidates: tuple[tuple[CollectiveOp, float], ...] = ((op, 1.0), ("all_reduce", _PASSES.get(op, 1.0) / 2.0))
-    for candidate, factor in candidates:
-        sizes = [n for o, n in available if o == candidate]
-        if not sizes or op == "point_to_point":
-            continue
-        nearest = min(sizes, key=lambda n: (abs(n - num_ranks), n))
-        xs, ys = available[candidate, nearest]
-        scaled = payload_bytes * wire_share(candidate, num_ranks) / wire_share(candidate, nearest)
-        return factor * log_log(xs, ys, scaled)
+    seconds = curve_seconds(available, op, num_ranks, payload_bytes)
+    if seconds is not None:
+        return seconds
+    if op != "point_to_point":
+        whole = curve_seconds(available, "all_reduce", num_ranks, payload_bytes)
+        if whole is not None:
+            return whole * _PASSES[op] / 2.0
     return link_seconds(link, efficiency, op, num_ranks, payload_bytes)
 
 
@@ -91,7 +111,7 @@ def link_seconds(link: Link, efficiency: float, op: CollectiveOp, num_ranks: int
 
 
 def scale_out_seconds(
-    curve_set: str | None,
+    inside_curves: Curves,
     scale_up: Link,
     scale_up_efficiency: float,
     scale_out: Link,
@@ -113,5 +133,5 @@ def scale_out_seconds(
     between = link_seconds(scale_out, scale_out_efficiency, op, domains, payload_bytes / members)
     if members == 1:
         return between
-    inside = scale_up_seconds(curve_set, scale_up, scale_up_efficiency, op, members, payload_bytes)
+    inside = scale_up_seconds(inside_curves, scale_up, scale_up_efficiency, op, members, payload_bytes)
     return max(inside, between) + min(scale_up.latency_seconds, scale_out.latency_seconds)

@@ -7,19 +7,25 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-from cost_models.collectives import scale_out_seconds, scale_up_seconds
+from cost_models.collectives import (
+    curve_seconds,
+    measured_curves,
+    scale_out_seconds,
+    scale_up_seconds,
+    shipped_curves,
+)
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, gathered_width, score_flop
 from cost_models.interface import ModuleCost
 from cost_models.kernels import Work, backward_work, forward_work, matrix_seconds, repeated_work
 from cost_models.memory import ACTIVATION_BYTES, activation_bytes, working_bytes
 from cost_models.share import Share
 from cost_models.stacks import Stack, stack
-from specs.cluster import ClusterSpec, Device, LinkLevel, Precision
+from specs.cluster import ClusterSpec, CollectiveOp, Device, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
 from specs.model import Embedding, Head, Module
 from specs.plan import Recompute, TrainingSpec
-from specs.profile import CollectiveOp, StepOverhead
+from specs.profile import StepOverhead
 
 _DATA = Path(__file__).parent / "data" / "device_efficiency.json"
 
@@ -73,6 +79,11 @@ class DeviceCosts:
                     f"(it has {', '.join(sorted(table))}). Choose another --precision, or profile the cluster."
                 )
         self._links = cluster.links
+        own = measured_curves(cluster, "scale_up")
+        shipped = shipped_curves(self._efficiency.collective_curves)
+        self._curves = {key: curve for key, curve in shipped.items() if key[0] not in {op for op, _ in own}} | dict(own)
+        members = {curve.ranks_per_domain for curve in cluster.collectives if curve.level == "scale_out"}
+        self._between = {n: measured_curves(cluster, "scale_out", n) for n in members}
         self._domain = max(group.devices_per_node for group in cluster.nodes)
         self._stack: Stack = stack(stack_name)
         self.module = lru_cache(maxsize=65536)(self._module)
@@ -174,17 +185,19 @@ class DeviceCosts:
     def collective(
         self, op: CollectiveOp, *, num_ranks: int, payload_bytes: int, level: LinkLevel, ranks_per_domain: int = 1
     ) -> float:
-        """From a published curve inside a domain, hierarchical over several, from link rates where no curve exists."""
+        """From the cluster's own curve or a published one; between domains hierarchical, from link rates."""
         if num_ranks <= 1 or payload_bytes <= 0:
             return 0.0
         efficiency = self._efficiency
         up = self._links["scale_up"]
         if level == "scale_up":
-            return scale_up_seconds(
-                efficiency.collective_curves, up, efficiency.scale_up_efficiency, op, num_ranks, payload_bytes
-            )
+            return scale_up_seconds(self._curves, up, efficiency.scale_up_efficiency, op, num_ranks, payload_bytes)
+        between = self._between.get(min(ranks_per_domain, num_ranks), {})
+        measured = curve_seconds(between, op, num_ranks, payload_bytes)
+        if measured is not None:
+            return measured
         return scale_out_seconds(
-            efficiency.collective_curves,
+            self._curves,
             up,
             efficiency.scale_up_efficiency,
             self._links["scale_out"],

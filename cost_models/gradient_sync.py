@@ -11,9 +11,8 @@ from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES
 from cost_models.passes import ReplicaPass
 from cost_models.topology import Topology
-from specs.cluster import Precision
+from specs.cluster import CollectiveOp, Precision
 from specs.plan import Plan
-from specs.profile import CollectiveOp
 
 
 def sync_end(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from specs.cluster import LinkLevel
+from specs.cluster import CollectiveOp, LinkLevel
 from specs.layout import Interval
 from specs.model import Module
 from specs.plan import Recompute
-from specs.profile import CollectiveOp, StepOverhead
+from specs.profile import StepOverhead
 
 
 @dataclass(frozen=True, slots=True)

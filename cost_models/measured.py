@@ -11,12 +11,12 @@ from cost_models.interpolate import log_log
 from cost_models.memory import activation_bytes, working_bytes
 from cost_models.share import Share
 from cost_models.stacks import stack
-from specs.cluster import ClusterSpec, LinkLevel, Precision
+from specs.cluster import ClusterSpec, CollectiveOp, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
 from specs.model import Attention, LatentAttention, Mlp, Module, Moe
 from specs.plan import Recompute, TrainingSpec
-from specs.profile import CollectiveOp, ModuleTiming, Profile, StepOverhead
+from specs.profile import ModuleTiming, Profile, StepOverhead
 
 # Tokens may lie this far outside the measured range; the time is then in proportion and marked estimated.
 MAX_EXTRAPOLATION = 2.0

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from cost_models.collectives import scale_out_seconds, scale_up_seconds
+from cost_models.collectives import scale_out_seconds, scale_up_seconds, shipped_curves
 from cost_models.device import Efficiency, efficiencies
 from cost_models.frameworks import Framework, framework
 from cost_models.kernels import Matrix, matrix_seconds
 from cost_models.pipeline import simulate
 from cost_models.published import Run
 from cost_models.run_shape import layers_of_stage, parameters_of_rank
-from specs.cluster import Device, Link
+from specs.cluster import CollectiveOp, Device, Link
 from specs.presets import Machine, machines
-from specs.profile import CollectiveOp
 
 _DATA = Path(__file__).parent / "data"
 
@@ -167,14 +166,12 @@ class RunModel:
         """A group of `ranks`, `per_domain` of them in one node."""
         if ranks <= 1 or payload <= 0:
             return 0.0
-        efficiency = self.efficiency
-        size = round(payload)
+        efficiency, size = self.efficiency, round(payload)
+        curves = shipped_curves(efficiency.collective_curves)
         if per_domain >= ranks:
-            return scale_up_seconds(
-                efficiency.collective_curves, self._scale_up, efficiency.scale_up_efficiency, op, ranks, size
-            )
+            return scale_up_seconds(curves, self._scale_up, efficiency.scale_up_efficiency, op, ranks, size)
         return scale_out_seconds(
-            efficiency.collective_curves,
+            curves,
             self._scale_up,
             efficiency.scale_up_efficiency,
             self._scale_out,

@@ -14,8 +14,8 @@ from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES
 from cost_models.topology import Span
 from planner.space import Grid, Topology
+from specs.cluster import CollectiveOp
 from specs.plan import TrainingSpec
-from specs.profile import CollectiveOp
 
 # A backward pass long enough to hide whatever can be hidden.
 LONG_SECONDS = 1e6

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from executor.collectives import all_gather, reduce_scatter
 from profiles.statistics import gathered_timing
-from specs.cluster import LinkLevel
-from specs.profile import CollectiveOp, CollectiveTiming
+from specs.cluster import CollectiveOp, LinkLevel
+from specs.profile import CollectiveTiming
 
 OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
 SMALLEST_PAYLOAD_BYTES = 4096

@@ -15,6 +15,7 @@ MAX_DEVICES = 1_048_576
 Precision = Literal["fp32", "bf16", "fp8"]
 # Level of a group of ranks: all in one scale-up domain (node, NVLink domain), or spread over several.
 LinkLevel = Literal["scale_up", "scale_out"]
+CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
 
 
 class Device(Spec):
@@ -38,6 +39,32 @@ class Link(Spec):
     source: str
 
 
+class CollectiveCurve(Spec):
+    """Measured times of one collective on one group size; `payload_bytes` of the whole (gathered) tensor, ascending.
+
+    `ranks_per_domain`: members that share a scale-up domain, all of them at level `scale_up`.
+    """
+
+    op: CollectiveOp
+    level: LinkLevel
+    num_ranks: int = Field(ge=2)
+    ranks_per_domain: PositiveInt
+    payload_bytes: tuple[PositiveInt, ...] = Field(min_length=1)
+    seconds: tuple[PositiveFloat, ...]
+    source: str
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len(self.seconds) != len(self.payload_bytes):
+            raise ValueError(f"{len(self.payload_bytes)} payloads and {len(self.seconds)} times; each needs the other")
+        if list(self.payload_bytes) != sorted(set(self.payload_bytes)):
+            raise ValueError("payload_bytes must ascend")
+        inside = self.ranks_per_domain >= self.num_ranks
+        if inside != (self.level == "scale_up"):
+            raise ValueError(f"level {self.level} with {self.ranks_per_domain} of {self.num_ranks} ranks in a domain")
+        return self
+
+
 class NodeGroup(Spec):
     """`count` equal nodes; ranks are numbered node by node, group by group."""
 
@@ -47,12 +74,16 @@ class NodeGroup(Spec):
 
 
 class ClusterSpec(Document):
-    """Nodes in rank order.  `missing` ranks are not used; `slow` maps a rank to its speed (1.0 is nominal)."""
+    """Nodes in rank order.  `missing` ranks are not used; `slow` maps a rank to its speed (1.0 is nominal).
+
+    `collectives`: measured curves, which estimates take in place of shipped ones.
+    """
 
     name: str
     devices: dict[str, Device] = Field(min_length=1)
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
     links: dict[LinkLevel, Link]
+    collectives: tuple[CollectiveCurve, ...] = ()
     missing: tuple[int, ...] = ()
     slow: dict[int, PositiveFloat] = Field(default_factory=dict)
 

@@ -10,11 +10,9 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from specs.base import Document, Spec
-from specs.cluster import ClusterSpec, LinkLevel, Precision
+from specs.cluster import ClusterSpec, CollectiveOp, LinkLevel, Precision
 from specs.model import Module
 from specs.plan import Provenance
-
-CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point"]
 
 
 class Timing(Spec):

@@ -6,12 +6,12 @@ import random
 
 from cost_models.flops import largest_units
 from cost_models.interface import ModuleCost
-from specs.cluster import ClusterSpec, Device, Link, LinkLevel, NodeGroup
+from specs.cluster import ClusterSpec, CollectiveOp, Device, Link, LinkLevel, NodeGroup
 from specs.errors import BadInputError
 from specs.layout import Interval
 from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Module
 from specs.plan import Recompute
-from specs.profile import CollectiveOp, StepOverhead
+from specs.profile import StepOverhead
 
 
 class SyntheticCosts:
