@@ -76,6 +76,7 @@ COMMANDS = {
     "export-weights": "export_weights",
     "fit-failures": "fit_failures",
     "generate": "generate",
+    "import": "import_",
     "schema": "schema",
     "simulate": "simulate",
     "sweep": "sweep",
@@ -83,7 +84,11 @@ COMMANDS = {
 }
 
 for command, module in COMMANDS.items():
-    app.command(name=command)(getattr(importlib.import_module(f"commands.{module}"), module))
+    entry = getattr(importlib.import_module(f"commands.{module}"), module)
+    if isinstance(entry, typer.Typer):  # a group of commands
+        app.add_typer(entry, name=command)
+    else:
+        app.command(name=command)(entry)
 
 
 def main() -> None:
