@@ -73,6 +73,7 @@ COMMANDS = {
     "estimate": "estimate",
     "eval": "evaluate",
     "explain": "explain",
+    "export": "export",
     "export-weights": "export_weights",
     "fit-failures": "fit_failures",
     "generate": "generate",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("specs", "cost_models", "planner", "executor", "profiles", "reports", "commands")
+ROOMS = ("specs", "cost_models", "planner", "executor", "profiles", "reports", "exports", "commands")
 # What each room may import, itself apart.
 ARROWS: dict[str, set[str]] = {
     "specs": set(),
@@ -21,9 +21,10 @@ ARROWS: dict[str, set[str]] = {
     "executor": {"specs", "cost_models"},
     "profiles": {"specs", "cost_models", "executor"},
     "reports": {"specs", "cost_models"},
-    "commands": {"specs", "cost_models", "planner", "executor", "profiles", "reports"},
+    "exports": {"specs", "cost_models"},
+    "commands": {"specs", "cost_models", "planner", "executor", "profiles", "reports", "exports"},
 }
-WITHOUT_TORCH = ("specs", "cost_models", "planner", "reports")
+WITHOUT_TORCH = ("specs", "cost_models", "planner", "reports", "exports")
 MAX_LINES = 400
 
 
@@ -242,6 +243,7 @@ SURFACE: dict[str, set[str]] = {
         "Kind",
         "Schedule",
         "Step",
+        "Traffic",
         "check_actions",
         "format_actions",
         "most_held",
@@ -249,6 +251,7 @@ SURFACE: dict[str, set[str]] = {
         "pipeline_actions",
         "run_order",
         "stage_actions",
+        "traffic",
     },
     "specs.tensors": {
         "AnyModule",

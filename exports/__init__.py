@@ -1,0 +1,1 @@
+"""A plan in the words of other engines and launchers."""
