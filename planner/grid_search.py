@@ -78,6 +78,8 @@ class Incumbent:
 class GridSearch:
     """One grid point whose stages each use the options of one of `menus`; `capacity` in bytes for modules alone."""
 
+    num_nodes = 0  # of an integer program; there is none here
+
     def __init__(
         self,
         chain: Chain,

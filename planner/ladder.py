@@ -32,9 +32,15 @@ class Rung:
 
 
 def climb(searcher: Searcher, incumbent: Incumbent, last: Freedom, *, deadline: float) -> list[Rung]:
-    """Search every freedom up to `last`, each starting from the best layout of the one before."""
+    """Search every freedom up to `last`, each starting from the best layout of the one before.
+
+    The integer program takes longer for each, so only the first and the last are searched.
+    """
     rungs = []
-    for freedom in FREEDOMS[: FREEDOMS.index(last) + 1]:
+    freedoms = FREEDOMS[: FREEDOMS.index(last) + 1]
+    if searcher.engine == "ilp":
+        freedoms = tuple(dict.fromkeys((FREEDOMS[0], last)))
+    for freedom in freedoms:
         outcome = searcher.search(freedom, incumbent, deadline=deadline)
         rungs.append(Rung(freedom, outcome.layout, outcome.seconds, outcome))
         if freedom == "uniform" and last != "uniform" and incumbent.layout is not None:

@@ -13,12 +13,13 @@ from cost_models.interface import CostModel
 from cost_models.step import price
 from planner.alternatives import alternatives
 from planner.chain import make_chain
+from planner.constraints import Constraints
 from planner.fit import changes_that_fit, least_of_all
 from planner.goal import make_worth
 from planner.grid_search import Incumbent
 from planner.ladder import Rung, as_ladder, climb, goodput_rung
 from planner.layout import Layout, make_pipeline, make_replicas
-from planner.search import TOLERANCE, Freedom, Outcome, Searcher
+from planner.search import TOLERANCE, Engine, Freedom, Outcome, Searcher
 from planner.space import Topology
 from specs.cluster import ClusterSpec
 from specs.errors import BadInputError, NoPlanFitsError, TimeLimitError
@@ -31,13 +32,16 @@ CostMaker = Callable[[ClusterSpec, TrainingSpec], CostModel]
 
 @dataclass(frozen=True)
 class Problem:
-    """What to plan for.  `memory_cap_bytes` is per rank, when lower than the device's memory."""
+    """What to plan for.  `memory_cap_bytes` is per rank, when lower than the device's memory; `constraints` are the
+    user's.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
     training: TrainingSpec
     provenance: Provenance
     memory_cap_bytes: int | None = None
+    constraints: Constraints = Constraints()
 
 
 def make_plan(
@@ -46,6 +50,7 @@ def make_plan(
     *,
     objective: Objective = "goodput",
     freedom: Freedom = "cuts",
+    engine: Engine = "dp",
     time_limit_seconds: float = 60.0,
     top_k: int = 3,
 ) -> Plan:
@@ -72,6 +77,8 @@ def make_plan(
         topology,
         capacity=memory - costs.reserved_bytes,
         max_ranks_per_stage=topology.domain,
+        rules=problem.constraints.resolve(problem.model),
+        engine=engine,
     )
     pricer = _Pricer(problem, costs, searcher, topology, memory)
     incumbent = Incumbent(pricer.seconds)

@@ -22,6 +22,7 @@ from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
 from planner.layout import Layout
 from planner.options import Menu, OptionSource, Restriction
+from planner.program import Program
 from planner.space import Grid, Topology, divisors, enumerate_grids, variants
 from planner.uniform import UniformSearch
 from specs.model import ModelSpec
@@ -30,6 +31,8 @@ from specs.plan import Recompute, TrainingSpec
 # Relative distance between bound and layout at which a search stops and calls the layout optimal.
 TOLERANCE = 2e-4
 
+# Labels and dynamic programming (`grid_search`), or an integer program (`program`).
+Engine = Literal["dp", "ilp"]
 Freedom = Literal["uniform", "layers", "stages", "modules", "cuts"]
 FREEDOMS: tuple[Freedom, ...] = ("uniform", "layers", "stages", "modules", "cuts")
 _MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -44,6 +47,7 @@ class Outcome:
     bound: float
     complete: bool
     labels: int = 0
+    nodes: int = 0
     evaluated: int = 0
     pruned: Counter[str] = field(default_factory=Counter)
 
@@ -65,12 +69,14 @@ class Searcher:
         capacity: float,
         max_ranks_per_stage: int,
         rules: Rules | None = None,
+        engine: Engine = "dp",
     ) -> None:
-        """`rules`: the user's constraints; None for none."""
+        """`rules`: the user's constraints; None for none.  `engine` searches inside grid points."""
         self.model = model
         self.training = training
         self.topology = topology
         self.capacity = capacity
+        self.engine = engine
         self.rules = Rules(()) if rules is None else rules
         self.chain = make_chain(model, rules=rules)
         self.source = OptionSource(self.chain, training, costs, topology)
@@ -228,6 +234,7 @@ class Searcher:
                     search = self._grid_search(variant, freedom, menus)
                     found = search.run(incumbent, tolerance, deadline)
                     outcome.labels += search.num_labels
+                    outcome.nodes += search.num_nodes
                     if optimistic == uncertain:
                         bound = min(bound, found)
         return bound
@@ -246,10 +253,11 @@ class Searcher:
 
     def _grid_search(
         self, grid: Grid, freedom: Freedom, menus: Sequence[Menu], *, with_sync: bool = True
-    ) -> GridSearch:
+    ) -> GridSearch | Program:
         capacity = self.capacity - self.source.edge_bytes(grid)
         chain = self.chain_of(freedom)
-        return GridSearch(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
+        inner = GridSearch if self.engine == "dp" else Program
+        return inner(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
 
     def _variants(self, grid: Grid) -> list[Grid]:
         """Variants of a grid that cost something different."""
