@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 
 from cost_models.device import Efficiency
 from cost_models.frameworks import Framework, frameworks
-from cost_models.published import Row, load_rows
+from cost_models.published import Row, Run, load_rows
 from cost_models.run_memory import run_memory_bytes
 from cost_models.run_time import RunModel, run_efficiencies
 
@@ -45,6 +45,10 @@ def is_fitted(row: Row) -> bool:
         or group == "jax-toolbox"
         or (group == "bigscience-bloom" and not name.startswith(LATER_BLOOM))
     )
+
+
+def is_dense_h100(run: Run) -> bool:
+    return run.gpu == "H100" and run.experts is None
 
 
 # (table, entry, key, low, high); the matrix efficiencies are keyed by precision.
@@ -81,7 +85,7 @@ STAGES: list[tuple[str, Callable[[Row], bool], list[Parameter]]] = [
     ),
     (
         "H100 and Megatron-Core",
-        lambda row: row.run is not None and row.run.stack == "megatron-core" and row.run.gpu == "H100",
+        lambda row: row.run is not None and row.run.stack == "megatron-core" and is_dense_h100(row.run),
         [
             ("device", "H100", "bf16", 0.5, 0.83),
             ("device", "H100", "fp8", 0.35, 0.75),
@@ -93,6 +97,11 @@ STAGES: list[tuple[str, Callable[[Row], bool], list[Parameter]]] = [
             ("stack", "megatron-core", "step_overhead_seconds", 1e-3, 0.2),
             ("stack", "megatron-core", "host_fraction", 0.001, 0.1),
         ],
+    ),
+    (
+        "experts of Megatron-Core",
+        lambda row: row.run is not None and row.run.stack == "megatron-core" and row.run.experts is not None,
+        [("stack", "megatron-core", "grouped_efficiency", 0.5, 1.0)],
     ),
     (
         "JAX",

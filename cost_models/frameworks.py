@@ -36,6 +36,7 @@ class Framework:
     logit_passes: float  # tokens x vocabulary, 4 bytes
     batched_efficiency: float  # unfused attention: batched products, of the matrix peak
     odd_head_factor: float  # unfused attention with a head size that is no multiple of 8
+    grouped_efficiency: float  # products of experts, over those of one matrix
     selective_share: float  # of attention's forward time that selective recomputation repeats
     gradient_bytes: float
     gradient_bytes_fp8: float

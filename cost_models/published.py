@@ -27,8 +27,18 @@ DEFAULT_VOCAB = 50304
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Routed experts in place of every feed-forward part, `per_token` of `number`."""
+
+    number: int
+    per_token: int
+    parallel: int  # ranks among which they are dealt
+    tensor_parallel: int  # ranks that cut each
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """A dense decoder trained on equal GPUs; the layout as Megatron-LM counts it (tp x cp x pp x dp GPUs)."""
+    """A decoder trained on equal GPUs; the layout as Megatron-LM counts it (tp x cp x pp x dp GPUs)."""
 
     id: str
     source_group: str
@@ -60,6 +70,7 @@ class Run:
     schedule: str
     stack: str
     out_of_memory: bool
+    experts: Experts | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -135,9 +146,6 @@ def _row(path: Path, line: int, cells: Mapping[str, str]) -> Row:
 
 
 def _run(cells: Mapping[str, str], number: Callable[[str], float | None]) -> tuple[Run | None, str]:
-    experts = number("n_experts")
-    if experts:
-        return None, "mixture of experts: not modelled"
     needed = ("layers", "hidden", "heads", "ffn_hidden", "seq_len", "n_gpus", "tp", "pp", "dp", "micro_batch")
     missing = [name for name in (*needed, "global_batch") if number(name) is None]
     if missing:
@@ -157,6 +165,9 @@ def _run(cells: Mapping[str, str], number: Callable[[str], float | None]) -> tup
         return None, f"tp x pp x dp x cp = {product} is not the number of GPUs, {values['n_gpus']}"
     if values["micro_batch"] < 1 or values["global_batch"] < values["dp"] * values["micro_batch"]:
         return None, "global batch smaller than one micro-batch per replica"
+    experts, problem = _experts(cells, number, values["tp"], values["n_gpus"] // values["pp"])
+    if problem:
+        return None, problem
     schedule = cells.get("schedule") or ""
     recompute = (cells.get("recompute") or "").strip()
     zero = (cells.get("zero_stage") or "").lower()
@@ -204,9 +215,38 @@ def _run(cells: Mapping[str, str], number: Callable[[str], float | None]) -> tup
             schedule=schedule,
             stack=stack,
             out_of_memory="OOM ROW" in (cells.get("notes") or ""),
+            experts=experts,
         ),
         "",
     )
+
+
+def _experts(
+    cells: Mapping[str, str], number: Callable[[str], float | None], tp: int, gpus_per_stage: int
+) -> tuple[Experts | None, str]:
+    """Experts of a row, or what is missing.  Without a word on it each is cut as wide as all else, Megatron-Core's
+    default, where the number of GPUs allows that, else not at all.
+    """
+    count, per_token, parallel = (int(number(name) or 0) for name in ("n_experts", "topk", "ep"))
+    if not count:
+        return None, ""
+    if per_token < 1 or parallel < 1:
+        return None, "mixture of experts with an incomplete layout: no topk or ep"
+    if "alternate layers" in (cells.get("notes") or ""):
+        return None, "mixture of experts in some layers only: not in the table's columns"
+    if (cells.get("zero_stage") or "").startswith("3"):
+        return None, "mixture of experts, fully sharded: not modelled"
+    stated = re.search(r"ETP=(\d+)(?: on (\w+), (\d+) on (\w+))?", cells.get("notes") or "")
+    cut = tp if gpus_per_stage % (parallel * tp) == 0 else 1
+    if stated:
+        by_gpu = {stated[2]: stated[1], stated[4]: stated[3]} if stated[2] else {}
+        cut = int(by_gpu.get(cells["gpu"].split("-")[0], stated[1]))
+    if count % parallel or gpus_per_stage % (parallel * cut):
+        return (
+            None,
+            f"{count} experts over {parallel} ranks cut by {cut}: not a layout of {gpus_per_stage} GPUs a stage",
+        )
+    return Experts(count, per_token, parallel, cut), ""
 
 
 def _recompute(text: str) -> Recompute | None:

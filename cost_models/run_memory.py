@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from cost_models.frameworks import Framework, framework
 from cost_models.published import Run
-from cost_models.run_shape import layer_parameters, layers_of_stage, parameters_of_stage
+from cost_models.run_experts import routed_tokens
+from cost_models.run_shape import (
+    expert_parameters,
+    expert_replicas,
+    layer_parameters,
+    layers_of_stage,
+    parameters_of_stage,
+)
 
 
 def run_memory_bytes(run: Run, stack: Framework | None = None) -> float:
@@ -56,12 +63,18 @@ def state_bytes(run: Run, stack: Framework, stage: int) -> float:
     gradient = stack.gradient_bytes_fp8 if run.precision == "fp8" else stack.gradient_bytes
     if run.fp32_gradients:
         gradient = 2.0 + 4.0  # as computed, and their sums
+    if run.experts is not None:
+        shards = expert_replicas(run) if run.sharding == "optimizer" else 1
+        state = 2.0 + gradient + (12.0 + stack.extra_state_bytes) / shards
+        routed = expert_parameters(run, stage) * state
+    else:
+        routed = 0.0
     if run.sharding == "full":
         gathered = 2.0 * (2.0 + gradient) * layer_parameters(run) / run.tp
         return parameters * (12.0 + gradient) / run.shard_size + gathered
     if run.sharding == "optimizer":
-        return parameters * (2.0 + gradient + (12.0 + stack.extra_state_bytes) / (run.dp * run.cp))
-    return parameters * (2.0 + gradient + 12.0 + stack.extra_state_bytes + stack.unsharded_update_bytes)
+        return routed + parameters * (2.0 + gradient + (12.0 + stack.extra_state_bytes) / (run.dp * run.cp))
+    return routed + parameters * (2.0 + gradient + 12.0 + stack.extra_state_bytes + stack.unsharded_update_bytes)
 
 
 def micro_batches_in_flight(run: Run, stage: int) -> float:
@@ -88,7 +101,8 @@ def layer_activation_bytes(run: Run, stack: Framework, recompute: str) -> float:
     #   the latter; full 2 T h / n
     #   [Korthikanti et al., arXiv 2205.05198, section 4]  n = t with sequence parallelism, else 1
     # flash, no dropout: (4 + 2 w) T h / n (norms' inputs and outputs) + T d ((2 + w) q + 4 k) / t
-    #   + T f (2 or 4, and w) / t;  w bytes of a matrix product's stored input, 1 in fp8
+    #   + T f (2 or 4, and w) / t, or with R tokens for the rank's experts, cut by u, R (f (2 or 4, and w) / u + w h)
+    #   w bytes of a matrix product's stored input, 1 in fp8
     #   T tokens of the rank's micro-batch, q and k query and KV heads, f columns
     """
     tokens = run.micro_batch * run.seq_len / run.cp
@@ -104,5 +118,10 @@ def layer_activation_bytes(run: Run, stack: Framework, recompute: str) -> float:
     stored = 1.0 if run.precision == "fp8" else 2.0  # inputs of matrix products
     norms = (4.0 + 2.0 * stored) * hidden / spread
     attention = tokens * width * ((4.0 + stored - 2.0) * run.heads + 4.0 * run.kv_heads) / run.tp
-    columns = tokens * run.ffn * ((4.0 if run.gated else 2.0) + stored) / run.tp
+    per_column = (4.0 if run.gated else 2.0) + stored
+    if run.experts is None:
+        columns = tokens * run.ffn * per_column / run.tp
+    else:
+        routed = routed_tokens(run, run.experts)
+        columns = routed * (run.ffn * per_column / run.experts.tensor_parallel + stored * run.hidden)
     return (norms + attention + columns) * (stack.selective_kept if recompute == "selective" else 1.0)

@@ -21,14 +21,38 @@ def layers_of_stage(run: Run) -> list[int]:
 
 
 def layer_parameters(run: Run) -> float:
-    """Weights of one layer, all ranks together."""
+    """Weights of one layer outside routed experts, all ranks together."""
     width = run.hidden // run.heads
     attention = run.hidden * width * (2 * run.heads + 2 * run.kv_heads)
+    if run.experts is not None:
+        return attention + run.experts.number * run.hidden + 4 * run.hidden
     return attention + run.hidden * run.ffn * (3 if run.gated else 2) + 4 * run.hidden
 
 
+def expert_parameters(run: Run, stage: int) -> float:
+    """Weights of routed experts on one rank of a stage."""
+    if run.experts is None:
+        return 0.0
+    each = run.hidden * run.ffn * (3 if run.gated else 2)
+    dealt = run.experts.number / (run.experts.parallel * run.experts.tensor_parallel)
+    return layers_of_stage(run)[stage] * dealt * each
+
+
+def expert_parameters_of_rank(run: Run) -> float:
+    """Weights of routed experts on the fullest rank."""
+    return max(expert_parameters(run, stage) for stage in range(run.pp))
+
+
+def expert_replicas(run: Run) -> int:
+    """Ranks that hold the same experts."""
+    assert run.experts is not None
+    return run.dp * run.cp * run.tp // (run.experts.parallel * run.experts.tensor_parallel)
+
+
 def parameters_of_stage(run: Run, stage: int, *, tied: bool) -> float:
-    """Weights of a stage on one tensor-parallel rank; a tied head is a copy of the embedding on the last stage."""
+    """Weights of a stage on one tensor-parallel rank, routed experts left out; a tied head is a copy of the embedding
+    on the last stage.
+    """
     counts = layers_of_stage(run)
     total = counts[stage] * layer_parameters(run)
     table = run.vocab * run.hidden
@@ -39,5 +63,5 @@ def parameters_of_stage(run: Run, stage: int, *, tied: bool) -> float:
 
 
 def parameters_of_rank(run: Run, *, tied: bool = False) -> float:
-    """Weights of the fullest rank."""
+    """Weights of the fullest rank, routed experts left out."""
     return max(parameters_of_stage(run, stage, tied=tied) for stage in range(run.pp))

@@ -18,7 +18,8 @@ from cost_models.frameworks import Framework, framework
 from cost_models.kernels import Matrix, matrix_seconds
 from cost_models.pipeline import simulate
 from cost_models.published import Run
-from cost_models.run_shape import layers_of_stage, parameters_of_rank
+from cost_models.run_experts import dispatch_seconds, expert_work
+from cost_models.run_shape import expert_parameters_of_rank, expert_replicas, layers_of_stage, parameters_of_rank
 from specs.cluster import CollectiveOp, Device, Link
 from specs.presets import Machine, machines
 
@@ -86,30 +87,36 @@ class RunModel:
         qkv = (run.heads + 2 * run.kv_heads) * width // run.tp
         columns = run.ffn // run.tp
         first = columns * (2 if run.gated else 1)
-        products = (
-            Matrix(tokens, qkv, run.hidden),
-            Matrix(tokens, run.hidden, run.hidden // run.tp),
-            Matrix(tokens, first, run.hidden),
-            Matrix(tokens, run.hidden, columns),
-        )
-        rate, depth = self._matrix_rate()
-        forward = sum(matrix_seconds(m, rate, depth, self.efficiency.kernel_seconds) for m in products)
-        inputs = sum(matrix_seconds(m.for_input(), rate, depth, self.efficiency.kernel_seconds) for m in products)
-        weights = sum(matrix_seconds(m.for_weight(), rate, depth, self.efficiency.kernel_seconds) for m in products)
+        attention = (Matrix(tokens, qkv, run.hidden), Matrix(tokens, run.hidden, run.hidden // run.tp))
+        experts = expert_work(run, run.experts) if run.experts is not None else None
+        products: tuple[Matrix, ...] = attention
+        grouped: tuple[Matrix, ...] = ()
+        if experts is not None:
+            grouped = experts.products
+            activated, permuted = experts.activation_elements, experts.permuted_elements
+        else:
+            products = (*attention, Matrix(tokens, first, run.hidden), Matrix(tokens, run.hidden, columns))
+            activated, permuted = float(tokens * (first + columns)), 0.0
+        one, several = self._products_pass(products, 1.0), self._products_pass(grouped, self.stack.grouped_efficiency)
+        forward, inputs, weights = (a + b for a, b in zip(one, several, strict=True))
         scores_forward, scores_backward = self._attention_seconds(tokens, width)
         own = tokens / run.tp if run.sequence_parallel else tokens
         elementwise = self._traffic_seconds(
             2.0 * self.stack.norm_passes * own * run.hidden
-            + 2.0 * self.stack.activation_passes * tokens * (first + columns)
+            + 2.0 * self.stack.activation_passes * activated
+            + 2.0 * permuted
         )
         gather, scatter = self._tensor_seconds(tokens)
+        halves = 2.0 if run.experts is None else 1.0  # of a layer, that gather and scatter
+        dispatch = dispatch_seconds(run, run.experts, self._seconds) if run.experts is not None else 0.0
         shown = 1.0 - self.stack.tensor_overlap
+        communication = halves * shown * (gather + scatter) + dispatch
         host = self.stack.layer_host_seconds
-        forward_all = forward + scores_forward + elementwise + 2.0 * shown * (gather + scatter) + host
-        inputs += host + scores_backward + self.stack.backward_passes * elementwise + 2.0 * shown * (gather + scatter)
+        forward_all = forward + scores_forward + elementwise + communication + host
+        inputs += host + scores_backward + self.stack.backward_passes * elementwise + communication
         if run.sequence_parallel:
             # the input is gathered again for the weight gradient, beside the input gradient's product
-            inputs += 2.0 * shown * self.stack.regather_exposed * gather
+            inputs += halves * shown * self.stack.regather_exposed * gather
         recompute = run.recompute or self.stack.usual_recompute
         if recompute == "full":
             inputs += forward_all * (1.0 if run.recompute else self.stack.usual_recompute_share)
@@ -130,6 +137,16 @@ class RunModel:
             matrix_seconds(logits, rate, depth, start) + traffic + gather,
             matrix_seconds(logits.for_input(), rate, depth, start) + traffic + gather,
             matrix_seconds(logits.for_weight(), rate, depth, start),
+        )
+
+    def _products_pass(self, products: tuple[Matrix, ...], efficiency: float) -> tuple[float, float, float]:
+        """Seconds of products with weights: forward, gradients of the inputs, of the weights."""
+        rate, depth = self._matrix_rate()
+        start = self.efficiency.kernel_seconds
+        return (
+            sum(matrix_seconds(m, efficiency * rate, depth, start) for m in products),
+            sum(matrix_seconds(m.for_input(), efficiency * rate, depth, start) for m in products),
+            sum(matrix_seconds(m.for_weight(), efficiency * rate, depth, start) for m in products),
         )
 
     def _matrix_rate(self) -> tuple[float, float]:
@@ -241,20 +258,26 @@ class RunModel:
         """Reduce gradients over the replicas, gather sharded weights; what backward hides is not counted."""
         run, stack = self.run, self.stack
         parameters = parameters_of_rank(run)
-        ranks = run.dp * run.cp
-        per_domain = max(1, min(ranks, run.gpus_per_node // run.tp))
         if run.sharding == "full":
             return self._sharded_seconds(stage, parameters)
-        if run.sharding == "optimizer":
-            seconds = self._seconds("reduce_scatter", ranks, stack.gradient_bytes * parameters, per_domain)
-            seconds += self._seconds("all_gather", ranks, 2.0 * parameters, per_domain)
-        else:
-            seconds = self._seconds("all_reduce", ranks, stack.gradient_bytes * parameters, per_domain)
+        seconds = self._replica_seconds(parameters, run.dp * run.cp, run.tp)
+        if run.experts is not None:
+            apart = run.experts.parallel * run.experts.tensor_parallel
+            seconds += self._replica_seconds(expert_parameters_of_rank(run), expert_replicas(run), apart)
         hidden = min(stack.gradient_overlap * seconds, stage.forward + stage.backward)
         tied = 0.0
         if run.pp > 1 and stack.ties_embedding:
             tied = self._seconds("all_reduce", 2, stack.gradient_bytes * run.vocab * run.hidden / run.tp, 1)
         return seconds - hidden + tied
+
+    def _replica_seconds(self, parameters: float, ranks: int, apart: int) -> float:
+        """Gradients of parameters that `ranks` hold, each `apart` from the next."""
+        run, stack = self.run, self.stack
+        per_domain = max(1, min(ranks, run.gpus_per_node // apart))
+        if run.sharding == "optimizer":
+            seconds = self._seconds("reduce_scatter", ranks, stack.gradient_bytes * parameters, per_domain)
+            return seconds + self._seconds("all_gather", ranks, 2.0 * parameters, per_domain)
+        return self._seconds("all_reduce", ranks, stack.gradient_bytes * parameters, per_domain)
 
     def _sharded_seconds(self, stage: Pass, parameters: float) -> float:
         """Fully sharded: every micro-batch gathers the weights twice and scatters the gradients once.
@@ -274,8 +297,11 @@ class RunModel:
     def _optimizer_seconds(self) -> float:
         run = self.run
         parameters = parameters_of_rank(run)
-        shards = {"none": 1, "optimizer": run.dp * run.cp, "full": run.shard_size}[run.sharding]
-        return self._traffic_seconds(self.stack.optimizer_bytes_per_element * parameters / shards)
+        updated = parameters / {"none": 1, "optimizer": run.dp * run.cp, "full": run.shard_size}[run.sharding]
+        if run.experts is not None:
+            shards = expert_replicas(run) if run.sharding == "optimizer" else 1
+            updated += expert_parameters_of_rank(run) / shards
+        return self._traffic_seconds(self.stack.optimizer_bytes_per_element * updated)
 
 
 @cache

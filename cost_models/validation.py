@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -51,7 +51,7 @@ class ErrorSummary:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """All rows, and summaries over everything, by source, by GPU and by software stack."""
+    """All rows, and summaries over everything, by source, GPU and software stack, of dense models and of experts."""
 
     rows: tuple[ValidationRow, ...]
     summary: tuple[ErrorSummary, ...]
@@ -68,12 +68,12 @@ def validate(path: Path) -> Validation:
     if not table:
         raise BadInputError(f"{path} has no rows. Give a table with one training run per row.")
     rows: list[ValidationRow] = []
-    stacks: dict[str, str] = {}
+    kinds: dict[str, tuple[str, ...]] = {}
     for row in table:
         if row.run is not None:
-            stacks[row.id] = row.run.stack
+            kinds[row.id] = (f"stack {row.run.stack}", "dense" if row.run.experts is None else "mixture of experts")
         rows += _predicted(row)
-    return Validation(tuple(rows), tuple(_summaries(rows, stacks)))
+    return Validation(tuple(rows), tuple(_summaries(rows, kinds)))
 
 
 def _predicted(row: Row) -> list[ValidationRow]:
@@ -109,12 +109,12 @@ def _fit_row(row: Row, run: Run) -> ValidationRow:
     return ValidationRow(row.id, row.source_group, row.gpu, "fits", capacity, predicted, predicted / capacity - 1.0)
 
 
-def _summaries(rows: Sequence[ValidationRow], stacks: dict[str, str]) -> Iterable[ErrorSummary]:
+def _summaries(rows: Sequence[ValidationRow], kinds: Mapping[str, tuple[str, ...]]) -> Iterable[ErrorSummary]:
     groups: defaultdict[tuple[str, Quantity], list[ValidationRow]] = defaultdict(list)
     for row in rows:
         if row.relative_error is None or row.quantity == "fits":
             continue
-        for group in ("all", f"source {row.source_group}", f"gpu {row.gpu}", f"stack {stacks[row.id]}"):
+        for group in ("all", f"source {row.source_group}", f"gpu {row.gpu}", *kinds[row.id]):
             groups[group, row.quantity].append(row)
     for (group, quantity), members in groups.items():
         errors = [row.relative_error for row in members if row.relative_error is not None]
