@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -22,11 +22,13 @@ from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
 from planner.layout import Layout
 from planner.options import Menu, OptionSource, Restriction
-from planner.program import Program
 from planner.space import Grid, Topology, divisors, enumerate_grids, variants
 from planner.uniform import UniformSearch
 from specs.model import ModelSpec
 from specs.plan import Recompute, TrainingSpec
+
+if TYPE_CHECKING:
+    from planner.program import Program
 
 # Relative distance between bound and layout at which a search stops and calls the layout optimal.
 TOLERANCE = 2e-4
@@ -256,8 +258,11 @@ class Searcher:
     ) -> GridSearch | Program:
         capacity = self.capacity - self.source.edge_bytes(grid)
         chain = self.chain_of(freedom)
-        inner = GridSearch if self.engine == "dp" else Program
-        return inner(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
+        if self.engine == "ilp":
+            from planner.program import Program  # PuLP and HiGHS take long to import
+
+            return Program(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
+        return GridSearch(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
 
     def _variants(self, grid: Grid) -> list[Grid]:
         """Variants of a grid that cost something different."""
