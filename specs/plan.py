@@ -182,7 +182,9 @@ class Prediction(Spec):
 
 
 class Certificate(Spec):
-    """What the solver proved.  `gap` = (objective - bound) / objective, both in seconds of step time per unit."""
+    """What the solver proved.  `gap` = (objective - bound) / objective, both in seconds of step time per unit (bytes for
+    the objective memory).  `freedom` is the ladder's last rung that was searched, `constraints` are the user's.
+    """
 
     engine: str
     objective: Objective
@@ -192,7 +194,10 @@ class Certificate(Spec):
     gap: NonNegativeFloat
     seconds: NonNegativeFloat
     labels: NonNegativeInt = 0
+    nodes: NonNegativeInt = 0  # of branch and bound
     evaluated: NonNegativeInt = 0
+    freedom: str = ""
+    constraints: tuple[str, ...] = ()
     pruned: dict[str, int] = Field(default_factory=dict)
 
 
