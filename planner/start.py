@@ -11,6 +11,7 @@ from pathlib import Path
 from cost_models.interface import CostModel
 from cost_models.sources import device_costs, measured_costs
 from cost_models.step import price
+from planner.contingency import contingencies
 from planner.explain import Explanation, explain
 from planner.make import CostMaker, Problem, make_plan
 from planner.search import Freedom
@@ -20,6 +21,9 @@ from specs.errors import BadInputError
 from specs.plan import Objective, Plan, Prediction, Provenance, TrainingSpec
 from specs.presets import load_cluster, load_model
 from specs.profile import Profile
+
+# Part of the time of planning that losses may take to be solved ahead; the first is solved whatever it takes.
+AHEAD_SHARE = 0.1
 
 _UNITS = {"": 1, "B": 1} | {f"{sign}{end}": base**power for power, sign in enumerate("KMGT", start=1)
                             for base, end in ((1024, "iB"), (1000, "B"))}  # fmt: skip
@@ -93,14 +97,20 @@ def start_plan(
         provenance=_provenance(command, inputs),
         memory_cap_bytes=None if memory_cap is None else parse_bytes(memory_cap),
     )
-    return make_plan(
+    make_costs = costs_from(profile)
+    found = make_plan(
         problem,
-        costs_from(profile),
+        make_costs,
         objective=objective,
         freedom=freedom,
         time_limit_seconds=time_limit_seconds,
         top_k=top_k,
     )
+    assert found.certificate is not None, "make_plan certifies"
+    ahead = contingencies(
+        found, make_costs(machine, training), time_limit_seconds=AHEAD_SHARE * found.certificate.seconds
+    )
+    return found.with_results(contingencies=ahead)
 
 
 def estimate_plan(path: Path, profile_path: Path | None) -> tuple[Plan, Prediction]:

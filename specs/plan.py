@@ -33,6 +33,7 @@ from specs.model import SEQUENCE_KINDS, UNIT_NAMES, ModelSpec, Module, NamedModu
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "gpipe"]
 Objective = Literal["goodput", "step-time", "tokens-per-dollar", "memory"]
+ContingencyPolicy = Literal["reduced", "resplit", "split", "drop", "spare"]
 
 
 class TrainingSpec(Spec):
@@ -220,6 +221,29 @@ class Alternative(Spec):
     reason: str
 
 
+class Contingency(Spec):
+    """How training goes on without some ranks (`specs.contingency.plan_after` makes a whole plan of it).
+
+    reduced: damaged stages go on with fewer ranks.  resplit: the survivors are dealt over stages anew.  split: they
+    form several smaller replicas.  drop: the damaged replica is left out.  spare: idle ranks step in.
+    `lost` are the ranks that it was solved for; each of `equivalent`, lost alone, leads to the same layout under
+    other names.  `pipelines` are counted after the plan's own, some of which are `replaced` (more recompute);
+    `replicas` stand in the damaged ones' places.  `sequences` of every replica of the plan: 0 where it was damaged.
+    """
+
+    lost: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    equivalent: tuple[NonNegativeInt, ...] = ()
+    policy: ContingencyPolicy
+    layout: str
+    pipelines: tuple[Pipeline, ...] = ()
+    replicas: tuple[Replica, ...] = ()
+    replaced: dict[int, NonNegativeInt] = Field(default_factory=dict)
+    sequences: tuple[NonNegativeInt, ...]
+    global_batch: PositiveInt  # less than the plan's only where no shares add up to that
+    predicted: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+
+
 class Provenance(Spec):
     """Who made a document, when, from which inputs (sha256 each) and with which versions."""
 
@@ -244,6 +268,7 @@ class Plan(Document):
     certificate: Certificate | None = None
     ladder: tuple[LadderRung, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    contingencies: tuple[Contingency, ...] = ()
 
     @model_validator(mode="after")
     def _is_executable(self) -> Self:
@@ -270,6 +295,7 @@ class Plan(Document):
         certificate: Certificate | None = None,
         ladder: tuple[LadderRung, ...] | None = None,
         alternatives: tuple[Alternative, ...] | None = None,
+        contingencies: tuple[Contingency, ...] | None = None,
     ) -> Plan:
         """The same layout with what was found out about it."""
         update: dict[str, object] = {
@@ -277,6 +303,7 @@ class Plan(Document):
             "certificate": certificate,
             "ladder": ladder,
             "alternatives": alternatives,
+            "contingencies": contingencies,
         }
         return self.model_copy(update={key: value for key, value in update.items() if value is not None})
 

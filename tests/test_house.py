@@ -118,6 +118,12 @@ SURFACE: dict[str, set[str]] = {
         "NodeGroup",
         "Precision",
     },
+    "specs.contingency": {
+        "find_contingency",
+        "plan_after",
+        "processes",
+        "remade",
+    },
     "specs.errors": {
         "BadInputError",
         "NoPlanFitsError",
@@ -189,6 +195,8 @@ SURFACE: dict[str, set[str]] = {
     "specs.plan": {
         "Alternative",
         "Certificate",
+        "Contingency",
+        "ContingencyPolicy",
         "LadderRung",
         "MemoryTerms",
         "ModulePlacement",

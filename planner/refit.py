@@ -1,0 +1,348 @@
+"""A stage composed anew for the ranks that are left: blocks of any sizes per module, recompute where memory asks.
+
+The attention modules of a stage agree on token cuts that keep sequences whole; every other module takes any
+composition.  For each such cut the fastest options that fit are chosen (`planner.knapsack.relax`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from cost_models.buckets import BUCKET_ELEMENTS
+from cost_models.interface import CostModel
+from cost_models.memory import (
+    ACTIVATION_BYTES,
+    GRADIENT_BYTES,
+    activation_bytes,
+    static_bytes,
+    working_bytes,
+)
+from cost_models.reduced import Blocks, candidates
+from cost_models.share import Share
+from cost_models.topology import Topology
+from planner.constraints import MODES
+from planner.knapsack import relax
+from specs.cluster import LinkLevel
+from specs.errors import BadInputError
+from specs.layout import Cuts, balanced_cuts, block_starts, sequence_token_cuts
+from specs.model import SEQUENCE_KINDS, Module, num_units
+from specs.plan import ModulePlacement, Plan, Recompute, Stage
+from specs.tensors import num_parameters
+
+Option = tuple[Blocks, Recompute]
+# Forward and backward seconds, elements held, bytes held, bytes per micro-batch in flight, bytes at work.
+Row = tuple[float, float, float, float, float, float]
+Menu = list[tuple[Option, Row]]
+# Stages with more ranks than this are not composed in every way.
+MANY_RANKS = 12
+_WEIGHT: dict[Recompute, int] = {"none": 0, "selective": 1, "full": 2}
+
+
+class Task(NamedTuple):
+    """A stage to compose: `modules` (their places in the chain) on ranks that lie on `nodes`.
+
+    `in_flight` micro-batches are kept at the peak, of `num_micro_batches` in a step.
+    `others`: replicas beside this one.  `keep_blocks`: blocks stay as the plan has them, only recompute is chosen.
+    """
+
+    modules: tuple[int, ...]
+    nodes: tuple[int, ...]
+    micro_batch: int
+    in_flight: int
+    num_micro_batches: int
+    others: int
+    keep_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A composed stage with its seconds per micro-batch, communication included."""
+
+    stage: Stage
+    seconds: float
+
+
+class _Choice(NamedTuple):
+    """Options of every kind's modules one by one; `free`: memory made none of them slower."""
+
+    seconds: float
+    options: list[list[Option]]
+    free: bool
+
+
+class Refit:
+    """Composes stages for one plan; equal questions are answered once."""
+
+    def __init__(self, plan: Plan, costs: CostModel, capacity: int) -> None:
+        """`capacity`: bytes of a rank that tensors may fill."""
+        self.capacity = capacity
+        self._plan = plan
+        self._costs = costs
+        named = plan.model.modules()
+        numbers: dict[Module, int] = {}
+        self._names = [name for name, _ in named]
+        self._kinds = [numbers.setdefault(module, len(numbers)) for _, module in named]
+        self._modules = list(numbers)
+        placed = {p.module: p for stage in plan.pipelines[0].stages for p in stage.modules}
+        self._zero = [placed[name].zero for name in self._names]
+        self._modes: list[set[Recompute]] = [set() for _ in self._modules]
+        self._blocks: list[dict[Blocks, None]] = [{} for _ in self._modules]
+        self._mean_copies = [0.0] * len(self._modules)
+        for name, kind in zip(self._names, self._kinds, strict=True):
+            self._modes[kind].add(placed[name].recompute)
+            self._blocks[kind][placed[name].blocks] = None
+            self._mean_copies[kind] += len(placed[name].blocks) / self._kinds.count(kind)
+        self._rows: dict[tuple[object, ...], Row | None] = {}
+        self._composed: dict[tuple[object, ...], tuple[float, Cuts, list[list[Option]]] | None] = {}
+        self._per_element = self._once_a_step()
+
+    def compose(self, task: Task) -> Fitted | None:
+        """The fastest stage that fits; None when nothing fits, keeps sequences whole or was measured."""
+        nodes = tuple(node - task.nodes[0] for node in task.nodes)
+        key = (tuple(self._kinds_of(task)), nodes, task[2:], self._edges(task), self.capacity)
+        if key not in self._composed:
+            self._composed[key] = self._compose(task)
+        found = self._composed[key]
+        return None if found is None else self._fitted(task, *found)
+
+    def seconds(self, stage: Stage, task: Task) -> float:
+        """Seconds per micro-batch of a stage as it stands.  Raises `BadInputError` for what was not measured."""
+        cuts = stage.chunk_cuts(task.micro_batch * self._plan.training.seq_len)
+        total = self._host(task)
+        for kind, placement in zip(self._kinds_of(task), stage.modules, strict=True):
+            row = self._row(kind, placement.blocks, placement.recompute, cuts, task)
+            if row is None:
+                raise BadInputError(f"{placement.module}: blocks {list(placement.blocks)} were not measured")
+            total += row[0] + row[1]
+        return total
+
+    def fits(self, stage: Stage, task: Task) -> bool:
+        """Whether a stage as it stands is within the capacity by these tables (fullest ranks of every module)."""
+        cuts = stage.chunk_cuts(task.micro_batch * self._plan.training.seq_len)
+        held = working = 0.0
+        for kind, placement in zip(self._kinds_of(task), stage.modules, strict=True):
+            row = self._row(kind, placement.blocks, placement.recompute, cuts, task)
+            if row is None:
+                return False
+            held += row[3] + task.in_flight * row[4]
+            working = max(working, row[5])
+        return held + working <= self._room(task)
+
+    def work(self) -> list[float]:
+        """Seconds of every module of the chain on one rank alone, for cutting stages: only their proportions count."""
+        length = self._plan.training.seq_len
+        by_kind = [
+            next(
+                (
+                    row[0] + row[1]
+                    for degree in (1, 2, 4, 8, 16, 32)
+                    if degree <= num_units(module) and (row := self._block(kind, 1, "none", degree, length, "scale_up"))
+                ),
+                0.0,
+            )
+            for kind, module in enumerate(self._modules)
+        ]
+        return [by_kind[kind] for kind in self._kinds]
+
+    def _compose(self, task: Task) -> tuple[float, Cuts, list[list[Option]]] | None:
+        """Seconds, token cuts and for every kind the options of its modules; more recompute only if memory asks."""
+        every = self._kinds_of(task)
+        kinds = sorted(set(every))
+        counts = [every.count(kind) for kind in kinds]
+        for every_mode in (True,) if task.keep_blocks else (False, True):
+            best: tuple[float, Cuts, list[list[Option]]] | None = None
+            free = True
+            for cuts, attention in self._token_cuts(task, kinds):
+                menus = [self._menu(kind, cuts, attention, task, every_mode) for kind in kinds]
+                if not all(menus):
+                    continue
+                choice = self._choose(menus, counts, task)
+                free = free and choice is not None and choice.free
+                if choice is not None and (best is None or choice.seconds < best[0]):
+                    best = choice.seconds, cuts, [sorted(options, key=_largest_last) for options in choice.options]
+            if best is not None and free:
+                break
+        return best
+
+    def _token_cuts(self, task: Task, kinds: Sequence[int]) -> Iterator[tuple[Cuts, bool]]:
+        """Distinct token cuts, and whether attention limits what is allowed under them."""
+        size, length = len(task.nodes), self._plan.training.seq_len
+        if not any(self._modules[kind].kind in SEQUENCE_KINDS for kind in kinds):
+            yield balanced_cuts(task.micro_batch * length, size), False
+            return
+        seen: set[Cuts] = set()
+        compositions = set().union(*self._blocks) if task.keep_blocks else compositions_of(size)
+        for blocks in compositions:
+            if sum(blocks) != size:
+                continue
+            cuts = sequence_token_cuts(blocks, task.micro_batch, length)
+            if cuts is not None and cuts not in seen and all(a < b for a, b in pairwise(cuts)):
+                seen.add(cuts)
+                yield cuts, True
+
+    def _menu(self, kind: int, cuts: Cuts, attention: bool, task: Task, every_mode: bool) -> Menu:
+        module, length = self._modules[kind], self._plan.training.seq_len
+        modes = [mode for mode in MODES[module.kind] if every_mode or mode in self._modes[kind]]
+        found = []
+        for blocks in self._blocks[kind] if task.keep_blocks else compositions_of(len(task.nodes)):
+            if sum(blocks) != len(task.nodes) or max(blocks) > num_units(module):
+                continue
+            if (
+                attention
+                and module.kind in SEQUENCE_KINDS
+                and any(cuts[rank] % length for rank in block_starts(blocks))
+            ):
+                continue
+            for mode in modes:
+                row = self._row(kind, blocks, mode, cuts, task)
+                if row is not None:
+                    found.append(((blocks, mode), row))
+        return found
+
+    def _choose(self, menus: Sequence[Menu], counts: Sequence[int], task: Task) -> _Choice | None:
+        """The best of the relaxation's roundings, at most one module from the optimum.
+
+        The largest working memory is no sum, so each of its possible values is tried, with that much less for the
+        rest.
+        """
+        tables = [np.array([row for _, row in menu]).T for menu in menus]
+        once = self._per_element / task.num_micro_batches
+        seconds = [table[0] + table[1] + once * table[2] for table in tables]
+        memory = [table[3] + task.in_flight * table[4] for table in tables]
+        capacity = self._room(task)
+        fastest = sum(count * float(s.min()) for count, s in zip(counts, seconds, strict=True))
+        best: _Choice | None = None
+        for work in sorted({float(w) for table in tables for w in table[5]}, reverse=True):
+            usable = [np.flatnonzero(table[5] <= work) for table in tables]
+            if not all(own.size for own in usable):
+                break
+            relaxed = relax(
+                counts,
+                [s[own] for s, own in zip(seconds, usable, strict=True)],
+                [m[own] for m, own in zip(memory, usable, strict=True)],
+                capacity - work,
+            )
+            if relaxed is not None and (best is None or relaxed.rounded < best.seconds):
+                options = [
+                    [menu[int(own[index])][0] for index, number in taken for _ in range(number)]
+                    for menu, own, taken in zip(menus, usable, relaxed.selection, strict=True)
+                ]
+                best = _Choice(relaxed.rounded, options, relaxed.rounded <= fastest * (1.0 + 1e-9))
+                if best.free:
+                    break
+        return best
+
+    def _fitted(self, task: Task, seconds: float, cuts: Cuts, options: list[list[Option]]) -> Fitted:
+        kinds = self._kinds_of(task)
+        waiting = dict(zip(sorted(set(kinds)), ([*of_kind] for of_kind in options), strict=True))
+        placements = []
+        for index, kind in zip(task.modules, kinds, strict=True):
+            blocks, mode = waiting[kind].pop()
+            placements.append(
+                ModulePlacement(module=self._names[index], blocks=blocks, recompute=mode, zero=self._zero[index])
+            )
+        even = balanced_cuts(cuts[-1], len(task.nodes))
+        stage = Stage(num_ranks=len(task.nodes), modules=tuple(placements), token_cuts=None if cuts == even else cuts)
+        return Fitted(stage, seconds + self._host(task))
+
+    def _room(self, task: Task) -> float:
+        """Bytes for modules: the capacity without the chunks on their way at both edges of the stage."""
+        chunk = ACTIVATION_BYTES[self._plan.training.precision] * self._plan.model.hidden
+        tokens = -(-task.micro_batch * self._plan.training.seq_len // len(task.nodes))
+        return float(self.capacity - 2 * sum(self._edges(task)) * chunk * tokens)
+
+    def _kinds_of(self, task: Task) -> list[int]:
+        return [self._kinds[index] for index in task.modules]
+
+    def _edges(self, task: Task) -> tuple[bool, bool]:
+        """Whether a stage comes before and after."""
+        return task.modules[0] > 0, task.modules[-1] < len(self._kinds) - 1
+
+    def _host(self, task: Task) -> float:
+        overhead = self._costs.overhead
+        reads = not all(self._edges(task))
+        return 2.0 * overhead.other_seconds_per_action + reads * overhead.data_seconds_per_sequence * task.micro_batch
+
+    def _row(self, kind: int, blocks: Blocks, mode: Recompute, cuts: Cuts, task: Task) -> Row | None:
+        """The slowest and the fullest block of a composition; None where the costs were not measured."""
+        starts, nodes = block_starts(blocks), task.nodes
+        elsewhere = len(blocks) if task.keep_blocks else self._mean_copies[kind]
+        copies = len(blocks) + round(task.others * elsewhere)
+        parts: dict[tuple[int, int, LinkLevel], None] = {}
+        for start, stop in pairwise(starts):
+            inside = len(set(nodes[start:stop])) == 1
+            parts[stop - start, cuts[stop] - cuts[start], "scale_up" if inside else "scale_out"] = None
+        rows = [self._block(kind, copies, mode, *part) for part in parts]
+        known = [row for row in rows if row is not None]
+        if len(known) < len(rows):
+            return None
+        return tuple(max(values) for values in zip(*known, strict=True))
+
+    def _block(
+        self, kind: int, copies: int, mode: Recompute, degree: int, block_tokens: int, level: LinkLevel
+    ) -> Row | None:
+        key = (kind, copies, mode, degree, block_tokens, level)
+        if key not in self._rows:
+            module, training = self._modules[kind], self._plan.training
+            share = Share.of(module, degree, block_tokens)
+            index = self._kinds.index(kind)
+            held = static_bytes(
+                module,
+                degree=degree,
+                num_copies=copies,
+                precision=training.precision,
+                zero=self._zero[index],
+            )
+            try:
+                cost = self._costs.module(
+                    module,
+                    degree=degree,
+                    block_tokens=block_tokens,
+                    seq_len=training.seq_len,
+                    recompute=mode,
+                    level=level,
+                )
+            except BadInputError:
+                self._rows[key] = None
+            else:
+                self._rows[key] = (
+                    cost.forward_seconds + cost.forward_communication_seconds,
+                    cost.backward_seconds + cost.backward_communication_seconds,
+                    held.gradients / GRADIENT_BYTES,
+                    float(held.total),
+                    float(activation_bytes(module, share, training.precision, mode)),
+                    float(working_bytes(module, share, training.precision, mode)),
+                )
+        return self._rows[key]
+
+    def _once_a_step(self) -> float:
+        """Seconds of gradient sync and optimizer per element that a rank holds, for weighing copies against speed."""
+        plan = self._plan
+        elements = min(num_parameters(plan.model.modules()), BUCKET_ELEMENTS)
+        first = Topology(plan).span([replica.ranks[0] for replica in plan.replicas])
+        sync = self._costs.collective(
+            "all_reduce",
+            num_ranks=max(2, first.num_ranks),
+            payload_bytes=GRADIENT_BYTES * elements,
+            level=first.level,
+            ranks_per_domain=first.ranks_per_domain,
+        )
+        return (sync + self._costs.optimizer(elements)) / elements
+
+
+def _largest_last(option: Option) -> tuple[int, int, Blocks]:
+    """Order in which `pop` takes larger degrees and less recompute first."""
+    return max(option[0]), -_WEIGHT[option[1]], option[0]
+
+
+def compositions_of(num_ranks: int) -> tuple[Blocks, ...]:
+    """Compositions that are tried: of many ranks only those into few blocks, or into ones."""
+    found = candidates(num_ranks)
+    if num_ranks <= MANY_RANKS:
+        return found
+    return tuple(blocks for blocks in found if len(blocks) in (1, 2, 3, 4, 6, 8, 12, 16, num_ranks))

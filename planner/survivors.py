@@ -1,0 +1,388 @@
+"""Ways to go on without some ranks: what the survivors of damaged replicas may do, and who takes which share.
+
+A *way* says the same for every damaged replica (reduced, resplit into so many stages, split into so many replicas,
+dropped), so that it is one candidate whatever was lost.  Estimates rank the candidates; `contingency` prices them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from cost_models.interface import CostModel
+from cost_models.memory import ACTIVATION_BYTES
+from cost_models.reduced import candidates
+from planner.refit import Refit, Task
+from planner.shares import Worker, deal, finish_seconds
+from specs.layout import balanced_cuts, block_starts
+from specs.plan import ContingencyPolicy, Pipeline, Plan, Replica, Stage
+from specs.schedule import Schedule
+
+
+class Way(NamedTuple):
+    """A policy and its number, and the micro-batch of what is composed anew.
+
+    `number` of stages (resplit), of replicas (split), of damaged replicas that are left out (drop).
+    """
+
+    policy: ContingencyPolicy
+    number: int = 0
+    micro_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A pipeline and ranks for it; seconds per micro-batch and once a step."""
+
+    pipeline: Pipeline
+    ranks: tuple[int, ...]
+    seconds: float
+    fill_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One complete way on, as `specs.contingency.remade` takes it; `seconds` is an estimate of the passes."""
+
+    policy: ContingencyPolicy
+    layout: str
+    pipelines: tuple[Pipeline, ...]
+    replicas: tuple[Replica, ...]
+    replaced: dict[int, int]
+    sequences: tuple[int, ...]
+    global_batch: int
+    seconds: float
+
+
+class Survivors:
+    """Builds candidates for one plan; what was composed is kept for the next loss."""
+
+    def __init__(self, plan: Plan, costs: CostModel, capacity: int) -> None:
+        self.plan = plan
+        self.refit = Refit(plan, costs, capacity)
+        self._costs = costs
+        starts = plan.cluster.node_starts()
+        self._node = [node for node, (start, stop) in enumerate(pairwise(starts)) for _ in range(start, stop)]
+        self._largest = max(stage.num_ranks for pipeline in plan.pipelines for stage in pipeline.stages)
+        self._domain = max(group.devices_per_node for group in plan.cluster.nodes)
+        self._healthy: dict[tuple[int, int, int], Part | None] = {}
+        self._work: list[float] | None = None
+        self._place = {name: index for index, (name, _) in enumerate(plan.model.modules())}
+
+    def ways(self, lost: Sequence[int], *, few: bool = False) -> Iterator[Way]:
+        """Every way worth building; `few`: the ones that most often win."""
+        plan, gone = self.plan, set(lost)
+        damaged = [replica for replica in plan.replicas if gone.intersection(replica.ranks)]
+        left = max(len(replica.ranks) - len(gone.intersection(replica.ranks)) for replica in damaged)
+        pipeline = plan.pipelines[damaged[0].pipeline]
+        if self._idle(gone):
+            yield Way("spare")
+        for number in range(1, len(damaged) + 1):
+            yield Way("drop", number)
+        for micro_batch in self._micro_batches(pipeline, left, alone=len(damaged) == len(plan.replicas), few=few):
+            yield Way("reduced", 0, micro_batch)
+            for number in self._stage_numbers(pipeline, left, few=few):
+                if number == len(pipeline.stages) == 1:
+                    continue  # the same as reduced
+                yield Way("resplit", number, micro_batch)
+            if len(pipeline.stages) == 1:
+                for number in sorted({2, left}) if few else range(2, left + 1):
+                    yield Way("split", number, micro_batch)
+
+    def candidate(self, way: Way, lost: Sequence[int]) -> Candidate | None:
+        """What a way leads to; None when it cannot run."""
+        gone = set(lost)
+        if way.policy in ("spare", "drop"):
+            repaired = self._repaired(way.number, gone)
+            return None if repaired is None else self._dealt(way.policy, repaired, lost)
+        parts: list[Part] = []
+        for replica in self.plan.replicas:
+            if gone.intersection(replica.ranks):
+                own = self._parts(way, replica, gone)
+                if own is None:
+                    return None
+                parts += own
+        return self._dealt(way.policy, parts, lost)
+
+    def _idle(self, gone: set[int]) -> list[int]:
+        """Ranks of the cluster that the plan leaves unused."""
+        busy = gone.union(*(replica.ranks for replica in self.plan.replicas))
+        return [rank for rank in self.plan.cluster.ranks() if rank not in busy]
+
+    def _repaired(self, donors: int, gone: set[int]) -> list[Part] | None:
+        """Damaged replicas with idle ranks in the lost places, of the same node first; `donors` of them, those that
+        lost most, are left out and give what they have left.
+        """
+        damaged = [replica for replica in self.plan.replicas if gone.intersection(replica.ranks)]
+        damaged.sort(key=lambda replica: -len(gone.intersection(replica.ranks)))
+        pool = self._idle(gone) + [r for replica in damaged[:donors] for r in replica.ranks if r not in gone]
+        damaged, parts = damaged[donors:], []
+        for replica in damaged:
+            ranks = []
+            for rank in replica.ranks:
+                if rank in gone:
+                    if not pool:
+                        return None
+                    near = min(pool, key=lambda spare: (self._node[spare] != self._node[rank], spare))
+                    pool.remove(near)
+                    ranks.append(near)
+                else:
+                    ranks.append(rank)
+            part = self._part_of(replica.pipeline, others=len(self.plan.replicas) - 1 - donors)
+            if part is None:
+                return None
+            parts.append(replace(part, ranks=tuple(ranks)))
+        return parts
+
+    def _parts(self, way: Way, replica: Replica, gone: set[int]) -> list[Part] | None:
+        """What takes the place of one damaged replica."""
+        pipeline = self.plan.pipelines[replica.pipeline]
+        ranks = tuple(rank for rank in replica.ranks if rank not in gone)
+        if way.policy == "reduced":
+            sizes = _left_in_stages(pipeline, replica, gone)
+            part = self._composed(pipeline, ranks, sizes, self._places(pipeline), way.micro_batch)
+            return None if part is None else [part]
+        if way.policy == "resplit":
+            if way.number > len(ranks):
+                return None
+            sizes = _left_in_stages(pipeline, replica, gone)
+            if way.number != len(sizes) or min(sizes) < 1:
+                sizes = [b - a for a, b in pairwise(balanced_cuts(len(ranks), way.number))]
+            places = self._proportional(sizes)
+            part = None if places is None else self._composed(None, ranks, sizes, places, way.micro_batch)
+            return None if part is None else [part]
+        blocks = next((c for c in candidates(len(ranks)) if len(c) == way.number), ())
+        parts = []
+        for start, stop in pairwise(block_starts(blocks)):
+            whole = [tuple(range(len(self._place)))]
+            part = self._composed(None, ranks[start:stop], [stop - start], whole, way.micro_batch)
+            if part is None:
+                return None
+            parts.append(part)
+        return parts or None
+
+    def _composed(
+        self,
+        old: Pipeline | None,
+        ranks: tuple[int, ...],
+        sizes: Sequence[int],
+        places: Sequence[tuple[int, ...]],
+        micro_batch: int,
+        others: int | None = None,
+    ) -> Part | None:
+        """A pipeline of stages of these sizes and modules; stages of `old` that nothing changes stay as they are while
+        they fit.
+
+        `others`: replicas beside this one, None: as many as the plan has.
+        """
+        if min(sizes) < 1 or max(sizes) > max(self._largest, self._domain):
+            return None
+        number, replicas = len(sizes), len(self.plan.replicas)
+        others = replicas - 1 if others is None else others
+        rounds = max(1, -(-self.plan.training.global_batch // (micro_batch * max(1, others + 1))))
+        schedule = _schedule(old)
+        stages: list[Stage] = []
+        seconds: list[float] = []
+        firsts = block_starts(sizes)
+        for index, size in enumerate(sizes):
+            nodes = tuple(self._node[rank] for rank in ranks[firsts[index] : firsts[index + 1]])
+            kept = rounds if schedule == "gpipe" else min(rounds, number - index)
+            task = Task(places[index], nodes, micro_batch, kept, rounds, others)
+            if old is not None and old.micro_batch == micro_batch and old.stages[index].num_ranks == size:
+                task = task._replace(keep_blocks=True)
+                if self.refit.fits(old.stages[index], task):
+                    stages.append(old.stages[index])
+                    seconds.append(self.refit.seconds(old.stages[index], task))
+                    continue
+            fitted = self.refit.compose(task)
+            if fitted is None:
+                return None
+            runs = old.stages[index].virtual_stages if old is not None else None
+            stages.append(fitted.stage.model_copy(update={"virtual_stages": runs}))
+            seconds.append(fitted.seconds)
+        pipeline = Pipeline(micro_batch=micro_batch, stages=tuple(stages), schedule=schedule)
+        return Part(pipeline, ranks, max(seconds), sum(seconds) - max(seconds) + self._transfers(pipeline, ranks))
+
+    def _transfers(self, pipeline: Pipeline, ranks: Sequence[int]) -> float:
+        """Seconds of the first micro-batch's way down and its gradient's way back up."""
+        training, firsts = self.plan.training, pipeline.stage_starts()
+        size = ACTIVATION_BYTES[training.precision] * self.plan.model.hidden
+        total = 0.0
+        for index, (here, there) in enumerate(pairwise(pipeline.stages)):
+            tokens = -(-pipeline.micro_batch * training.seq_len // min(here.num_ranks, there.num_ranks))
+            inside = self._node[ranks[firsts[index]]] == self._node[ranks[firsts[index + 1]]]
+            total += 2.0 * self._costs.collective(
+                "point_to_point",
+                num_ranks=2,
+                payload_bytes=tokens * size,
+                level="scale_up" if inside else "scale_out",
+            )
+        return total
+
+    def _part_of(self, number: int, others: int) -> Part | None:
+        """A pipeline of the plan with the ranks of one of its replicas; with more recompute where it would not fit
+        any more beside `others` replicas (which share the optimizer's state).
+        """
+        key = (number, others, self.refit.capacity)
+        if key not in self._healthy:
+            replica = next(replica for replica in self.plan.replicas if replica.pipeline == number)
+            pipeline = self.plan.pipelines[number]
+            sizes, places = [stage.num_ranks for stage in pipeline.stages], self._places(pipeline)
+            self._healthy[key] = self._composed(
+                pipeline, replica.ranks, sizes, places, pipeline.micro_batch, others=others
+            )
+        return self._healthy[key]
+
+    def _dealt(self, policy: ContingencyPolicy, parts: Sequence[Part], lost: Sequence[int]) -> Candidate | None:
+        """Shares for the healthy replicas and the parts; the largest batch up to the plan's that they divide."""
+        plan, gone = self.plan, set(lost)
+        healthy = [replica for replica in plan.replicas if not gone.intersection(replica.ranks)]
+        numbers = Counter(replica.pipeline for replica in healthy)
+        others = len(healthy) + len(parts) - 1
+        kinds = [self._part_of(number, others) for number in numbers]
+        workers = [
+            Worker(count, part.pipeline.micro_batch, part.seconds, part.fill_seconds)
+            for part, count in [*zip(kinds, numbers.values(), strict=True), *((part, 1) for part in parts)]
+            if part is not None
+        ]
+        if not workers or len(workers) < len(kinds) + len(parts):
+            return None
+        batch = plan.training.global_batch
+        batch -= batch % math.gcd(*(worker.micro_batch for worker in workers))
+        shares = deal(batch, workers) if batch else None
+        if shares is None:
+            return None
+        waiting = {
+            number: [m * worker.micro_batch for m in own]
+            for number, worker, own in zip(numbers, workers, shares, strict=False)
+        }
+        sequences = tuple(
+            0 if gone.intersection(replica.ranks) else waiting[replica.pipeline].pop(0) for replica in plan.replicas
+        )
+        every, replaced = [*plan.pipelines], {}
+        for number, part in zip(numbers, kinds, strict=True):
+            if part is not None and part.pipeline != plan.pipelines[number]:
+                replaced[number] = _number_of(part.pipeline, every)
+        stand_ins = [
+            Replica(pipeline=_number_of(part.pipeline, every), ranks=part.ranks, sequences=own[0] * worker.micro_batch)
+            for part, worker, own in zip(parts, workers[len(kinds) :], shares[len(kinds) :], strict=True)
+        ]
+        return Candidate(
+            policy=policy,
+            layout=_layout(policy, parts, stand_ins, sequences),
+            pipelines=tuple(every[len(plan.pipelines) :]),
+            replicas=tuple(stand_ins),
+            replaced=replaced,
+            sequences=sequences,
+            global_batch=batch,
+            seconds=finish_seconds(workers, shares),
+        )
+
+    def _places(self, pipeline: Pipeline) -> list[tuple[int, ...]]:
+        """Places in the chain of every stage's modules."""
+        return [tuple(self._place[placement.module] for placement in stage.modules) for stage in pipeline.stages]
+
+    def _proportional(self, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
+        """Places that give every stage work in proportion to its ranks: least largest work per rank."""
+        if self._work is None:
+            self._work = self.refit.work()
+        work, number = self._work, len(sizes)
+        if number > len(work):
+            return None
+        low, high = 0.0, sum(work) / min(sizes)
+        best = _filled(work, sizes, high)
+        for _ in range(40):
+            middle = (low + high) / 2.0
+            found = _filled(work, sizes, middle)
+            low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        return None if best is None else [tuple(range(start, stop)) for start, stop in pairwise(best)]
+
+    def _micro_batches(self, pipeline: Pipeline, left: int, *, alone: bool, few: bool) -> list[int]:
+        """The pipeline's own, and those that the ranks left of a stage share evenly; of divisors when `alone`."""
+        own, batch = pipeline.micro_batch, self.plan.training.global_batch
+        fewer = max(max(stage.num_ranks for stage in pipeline.stages) - 1, 1)
+        wanted = {own, own * fewer} if few else {1, 2, own, 2 * own, fewer, own * fewer}
+        if fewer > 1:
+            wanted.add(2 * own)
+        if alone:
+            divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+            wanted = {max(size for size in divisors if size <= one) for one in wanted} | {
+                min(size for size in divisors if size >= min(one, batch)) for one in wanted
+            }
+        return sorted(size for size in wanted if size <= min(batch, max(4 * own, 2 * left)))
+
+    @staticmethod
+    def _stage_numbers(pipeline: Pipeline, left: int, *, few: bool) -> list[int]:
+        own = len(pipeline.stages)
+        if few:
+            return [min(own, left)]
+        return sorted({number for number in (1, own - 1, own, own + 1) if 1 <= number <= left})
+
+
+def _schedule(old: Pipeline | None) -> Schedule:
+    """A given schedule is of one number of micro-batches, so it does not outlive a change of shares."""
+    if old is None:
+        return "1f1b"
+    if old.schedule != "given":
+        return old.schedule
+    return "1f1b" if old.num_virtual == 1 else "interleaved"
+
+
+def _left_in_stages(pipeline: Pipeline, replica: Replica, gone: set[int]) -> list[int]:
+    """Surviving ranks of every stage of a damaged replica."""
+    return [sum(rank not in gone for rank in replica.ranks[a:b]) for a, b in pairwise(pipeline.stage_starts())]
+
+
+def _number_of(pipeline: Pipeline, every: list[Pipeline]) -> int:
+    """Where a pipeline stands in the list; added at the end if it is new."""
+    if pipeline not in every:
+        every.append(pipeline)
+    return every.index(pipeline)
+
+
+def _filled(work: Sequence[float], sizes: Sequence[int], most: float) -> tuple[int, ...] | None:
+    """Boundaries when each stage takes modules in turn up to `most` work per rank; None when some are left over."""
+    bounds, index = [0], 0
+    for stage, size in enumerate(sizes):
+        room, stages_left = most * size * (1.0 + 1e-12), len(sizes) - stage - 1
+        first = index
+        while index < len(work) - stages_left and (index == first or work[index] <= room):
+            room -= work[index]
+            index += 1
+        if room < -1e-12 * most * size - 1e-300:
+            return None
+        bounds.append(index)
+    return tuple(bounds) if index == len(work) else None
+
+
+def _layout(
+    policy: ContingencyPolicy, parts: Sequence[Part], stand_ins: Sequence[Replica], sequences: Sequence[int]
+) -> str:
+    """One line: what stands in the damaged replicas' place, and the shares."""
+    kept = [share for share in sequences if share]
+    others = f"others {min(kept)}" + (f" to {max(kept)}" if min(kept) != max(kept) else "") if kept else ""
+    if not parts:
+        return f"damaged replicas left out; {others} sequences"
+    texts: dict[str, int] = {}
+    for part, replica in zip(parts, stand_ins, strict=True):
+        sizes = [stage.num_ranks for stage in part.pipeline.stages]
+        text = f"{' + '.join(map(str, sizes))} ranks in {len(sizes)} stages" if len(sizes) > 1 else f"{sizes[0]} ranks"
+        if policy not in ("spare", "drop"):
+            smallest = min(part.pipeline.stages, key=lambda stage: stage.num_ranks)
+            text += f": {_blocks(smallest)}"
+        text += f"; micro-batch {part.pipeline.micro_batch}, {replica.sequences} sequences"
+        texts[text] = texts.get(text, 0) + 1
+    alike = [text if count == 1 else f"{count} x ({text})" for text, count in texts.items()]
+    return " | ".join([*alike, *([others] if others else [])])
+
+
+def _blocks(stage: Stage) -> str:
+    """`attention 4+3, mlp 7`."""
+    kinds: dict[str, dict[str, None]] = {}
+    for placement in stage.modules:
+        kinds.setdefault(placement.module.rsplit(".", 1)[-1], {})["+".join(map(str, placement.blocks))] = None
+    return ", ".join(f"{kind} {' '.join(blocks)}" for kind, blocks in kinds.items())
