@@ -78,6 +78,7 @@ COMMANDS = {
     "fit-failures": "fit_failures",
     "generate": "generate",
     "import": "import_",
+    "report": "report",
     "schema": "schema",
     "simulate": "simulate",
     "sweep": "sweep",

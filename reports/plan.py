@@ -35,7 +35,7 @@ MEMORY_NAMES = {
 
 def render(plan: Plan) -> RenderableType:
     """Everything `plait plan` prints."""
-    parts: list[RenderableType] = [Text(_headline(plan)), Text(), _layout_table(plan), Text()]
+    parts: list[RenderableType] = [Text(headline(plan)), Text(), _layout_table(plan), Text()]
     if plan.predicted is not None:
         parts += render_prediction(plan, plan.predicted, profiled="profile" in plan.made.inputs)
     if plan.ladder:
@@ -93,7 +93,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _headline(plan: Plan) -> str:
+def headline(plan: Plan) -> str:
+    """Model, cluster and shape in two lines."""
     replicas: dict[int, int] = {}
     for replica in plan.replicas:
         replicas[replica.pipeline] = replicas.get(replica.pipeline, 0) + 1

@@ -1,0 +1,46 @@
+"""What reports and traces are made of: a plan or a run folder, the passes of a predicted step, weeks of failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cost_models.passes import ReplicaPass, replica_pass
+from cost_models.simulation import simulate_plan
+from cost_models.topology import Topology
+from planner.start import costs_from, read_profile
+from reports.page import Inputs
+from specs.base import load_document
+from specs.errors import BadInputError
+from specs.plan import Plan
+from specs.runlog import Record, read_log
+
+
+def read_source(source: Path) -> tuple[Plan, Path, list[Record]]:
+    """A plan file, or the plan and log of a run folder: (plan, its path, records)."""
+    if not source.is_dir():
+        return load_document(Plan, source, "plan"), source, []
+    path = source / "plan.json"
+    return load_document(Plan, path, "plan"), path, read_log(source / "log.jsonl")
+
+
+def first_pass(plan: Plan, profile: Path | None) -> ReplicaPass:
+    """One predicted step of the first kind of replica.  Raises `BadInputError` for costs that are not known."""
+    costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
+    topology = Topology(plan)
+    return replica_pass(plan, costs, topology, dict(plan.model.modules()), topology.classes[0])
+
+
+def gather(source: Path, *, profile: Path | None, days: float, trials: int) -> Inputs:
+    """Everything that a page shows.  What cannot be had is left out, with the reason."""
+    plan, path, records = read_source(source)
+    missing = []
+    spans = delivery = None
+    try:
+        spans = first_pass(plan, profile).spans()
+    except BadInputError as error:
+        missing.append(f"The pipeline's passes: {error}")
+    try:
+        delivery = simulate_plan(path, policy="all", days=days, trials=trials, profile=profile)
+    except BadInputError as error:
+        missing.append(f"Weeks of failures: {error}")
+    return Inputs(plan, spans, delivery, records, tuple(missing))

@@ -1,0 +1,31 @@
+"""`plait report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    source: Annotated[Path, typer.Argument(help="Run folder that `plait train --out` made, or a plan file.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made with, if any.")] = None,
+    days: Annotated[
+        float, typer.Option(min=0.01, max=3650.0, help="Of failures to play; see `plait simulate`.")
+    ] = 30.0,
+    trials: Annotated[int, typer.Option(min=2, max=100_000, help="Histories to play.")] = 20,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+) -> None:
+    """Draw a plan, or a run beside its plan, on one page that opens offline in any browser."""
+    from commands.page_inputs import gather
+    from reports.page import page
+    from specs.base import write_whole
+
+    inputs = gather(source, profile=profile, days=days, trials=trials)
+    write_whole(out, page(inputs, source=str(source)))
+    if not quiet:
+        for reason in inputs.missing:
+            typer.echo(f"note: {reason}", err=True)
+        typer.echo(f"wrote {out}")
