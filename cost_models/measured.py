@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from statistics import median
+from functools import cached_property
+from statistics import fmean
 
 from cost_models.flops import forward_flop, largest_units, score_flop
 from cost_models.interface import ModuleCost
@@ -11,16 +12,18 @@ from cost_models.interpolate import log_log
 from cost_models.memory import activation_bytes, working_bytes
 from cost_models.share import Share
 from cost_models.stacks import stack
+from cost_models.stragglers import expected_maximum
 from specs.cluster import ClusterSpec, CollectiveOp, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
 from specs.model import Attention, LatentAttention, Mlp, Module, Moe
 from specs.plan import Recompute, TrainingSpec
-from specs.profile import ModuleTiming, Profile, StepOverhead
+from specs.profile import ModuleTiming, OverlapTiming, Profile, StepOverhead
 
 # Tokens may lie this far outside the measured range; the time is then in proportion and marked estimated.
 MAX_EXTRAPOLATION = 2.0
-GPU_RESERVED_BYTES = 3 * 2**30  # context 0.5 GiB, communicators 1 to 2, allocator 2 % of what comes and goes
+# Where a profile of GPUs did not measure it: context 0.5 GiB, communicators 1 to 2, allocator slack.  Estimated.
+GPU_RESERVED_BYTES = 3 * 2**30
 # Activation function and product as a part of a feed-forward pass: 1 to 8 % on one CPU core, FFN 384 to 2,816.
 ACTIVATION_SHARE = 0.05
 
@@ -52,6 +55,7 @@ class MeasuredCosts:
             key = (collective.op, collective.num_ranks, collective.level)
             curves[key].append((collective.payload_bytes, collective.timing.mean_seconds))
         self._collectives = {key: sorted(points) for key, points in curves.items()}
+        self._hidden = {overlap.sharded: _hidden_share(overlap) for overlap in profile.overlaps}
         self._optimizer = sorted((timing.num_elements, timing.timing.mean_seconds) for timing in profile.optimizer)
 
     @property
@@ -60,15 +64,25 @@ class MeasuredCosts:
 
     @property
     def reserved_bytes(self) -> int:
-        return GPU_RESERVED_BYTES if self._on_gpu else 0
+        measured = self._profile.reserved_bytes
+        return (GPU_RESERVED_BYTES if self._on_gpu else 0) if measured is None else measured
 
     @property
     def estimated(self) -> bool:
-        return False
+        """Whether a profile of GPUs lacks what hides gradient sync, or their reserved memory."""
+        several = self._profile.world_size > 1
+        return self._on_gpu and (self._profile.reserved_bytes is None or (several and not self._hidden))
 
-    @property
+    @cached_property
     def jitter(self) -> float:
-        return median(timing.forward.std_seconds / timing.forward.mean_seconds for timing in self._profile.modules)
+        """# cv = mean over modules at degree 1 of skew / (mean E[max of n normals]);  at other degrees ranks wait for
+        #   each other inside the module.  Profiles without skew: half the spread of the ranks' means in its place.
+        """
+        if self._profile.world_size < 2:
+            return 0.0
+        timings = [t.forward for t in self._profile.modules if t.degree == 1]
+        skews = [(t.rank_spread / 2.0 if t.skew_seconds is None else t.skew_seconds / t.mean_seconds) for t in timings]
+        return fmean(skews) / expected_maximum(self._profile.world_size) if skews else 0.0
 
     def module(
         self,
@@ -173,10 +187,23 @@ class MeasuredCosts:
         )
 
     def exposed_gradient_sync(self, seconds: float, backward_seconds: float, *, sharded: bool = False) -> float:
-        """On CPUs all of it, since sums would take the cores from computing; on GPUs what the executor's overlap
-        leaves, which no profile measures yet.
+        """On CPUs all of it, since the executor keeps the cores for computing; on GPUs what overlap leaves.
+
+        # exposed = s - h min(s, b)      h hidden share of the profile's own replicas: (step with sync after backward -
+        #   step with it beside) / min(s, b); what hiding slows down is in it
         """
-        return stack("plait").exposed(seconds, backward_seconds, sharded=sharded) if self._on_gpu else seconds
+        if not self._on_gpu:
+            return seconds
+        if sharded not in self._hidden:
+            return stack("plait").exposed(seconds, backward_seconds, sharded=sharded)
+        return seconds - self._hidden[sharded] * min(seconds, backward_seconds)
+
+
+def _hidden_share(overlap: OverlapTiming) -> float:
+    """Part of the collectives that a backward pass hides; 0 where overlap does not pay."""
+    could = min(overlap.sync_seconds, overlap.backward_seconds)
+    gained = overlap.apart.mean_seconds - overlap.overlapped.mean_seconds
+    return min(1.0, max(0.0, gained / could)) if could > 0.0 else 0.0
 
 
 def _selective_share(module: Module, block_tokens: int, seq_len: int, units: Interval) -> float:

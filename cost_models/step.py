@@ -10,7 +10,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from cost_models.buckets import holdings
 from cost_models.goodput import checkpoint_bytes_per_rank, factors
@@ -18,6 +17,7 @@ from cost_models.gradient_sync import sync_end
 from cost_models.interface import CostModel
 from cost_models.memory import PlanMemory
 from cost_models.passes import ReplicaPass, replica_pass
+from cost_models.stragglers import expected_maximum
 from cost_models.topology import Topology
 from specs.failures import FailureModel
 from specs.plan import MemoryTerms, Plan, Prediction, StepTerms
@@ -61,11 +61,6 @@ def price(plan: Plan, costs: CostModel, *, failures: FailureModel | None = None)
         stage_memory_bytes=peak.by_stage,
         estimated=costs.estimated or any(stage.estimated for item in passes for stage in item.stages),
     )
-
-
-def expected_maximum(num_samples: int) -> float:
-    """# E[max of n standard normals] = Phi^-1((n - 3/8) / (n + 1/4))      [Blom 1958]  within 0.02 for n >= 2"""
-    return NormalDist().inv_cdf((num_samples - 0.375) / (num_samples + 0.25))
 
 
 def _straggler_seconds(passes: Sequence[ReplicaPass]) -> float:

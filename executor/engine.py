@@ -53,7 +53,9 @@ class Engine:
         seed: int,
         dtype: torch.dtype | None = None,
         clock: Clock | None = None,
+        overlap: bool | None = None,
     ) -> None:
+        """`overlap`: gradient sync beside backward; None: on GPUs (on gloo the sums would take the cores)."""
         self.plan = plan
         self.device = device
         self.layout = Layout(plan, dist.get_rank())
@@ -82,7 +84,7 @@ class Engine:
             process=self.layout.process,
             groups=self.groups,
             clock=self.clock,
-            overlap=device.type == "cuda",  # on gloo the sums would take the cores from backward
+            overlap=device.type == "cuda" if overlap is None else overlap,
         )
         self._initialise(seed, {name: entry.tensor.init for name, entry in holdings.items()})
         self.optimizer = ShardedAdamW(self.sync, options, self.clock)

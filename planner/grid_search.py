@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.step import expected_maximum
+from cost_models.stragglers import expected_maximum
 from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import pulp
 
-from cost_models.step import expected_maximum
+from cost_models.stragglers import expected_maximum
 from planner.chain import Chain
 from planner.grid_search import Best
 from planner.layout import Assignment, Layout, Option

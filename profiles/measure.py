@@ -17,6 +17,7 @@ from profiles.collectives import CollectiveTimings
 from profiles.device import measured_device, seen_cluster
 from profiles.modules import NUM_MICRO_BATCHES, NUM_WARM_UP_STEPS, InSituTimings, loading_seconds_per_sequence
 from profiles.options import ProfileOptions
+from profiles.overlap import OverlapTimings, ReservedMemory
 from specs.base import load_document
 from specs.errors import PlaitError
 from specs.plan import Provenance
@@ -25,7 +26,8 @@ from specs.profile import Profile
 METHOD = (
     "Modules in situ: steps of a model of each distinct module once, one degree everywhere, all ranks running, "
     f"{NUM_MICRO_BATCHES} micro-batches a step, {NUM_WARM_UP_STEPS} steps of warm-up; layouts interleaved over rounds; "
-    "means over ranks and steps. Collectives: all groups of a size at once after a barrier."
+    "means over ranks and steps. Gradient sync: steps of replicas with it after backward and beside it, in turns. "
+    "Collectives: all groups of a size at once after a barrier."
 )
 
 
@@ -37,8 +39,10 @@ def measure(options: ProfileOptions) -> None:
         measured = measured_device(device, options.precision, local_size)
         bare = seen_cluster(measured, (), world_size=world_size, local_size=world_size)
         modules = InSituTimings(options, bare, device)
+        overlap = OverlapTimings(options, bare, modules.model, device)
+        reserved = ReservedMemory(device)
         collectives = CollectiveTimings(device, local_size, options.largest_payload_bytes)
-        _run_all(options, modules, collectives)
+        _run_all(options, modules, overlap, collectives, reserved)
         network = collectives.timings()
         profile = Profile(
             made=Provenance(
@@ -56,18 +60,26 @@ def measure(options: ProfileOptions) -> None:
             collectives=network,
             optimizer=modules.optimizer_timings(),
             overhead=modules.overhead(loading_seconds_per_sequence(options.seq_len)),
+            overlaps=overlap.timings(),
+            reserved_bytes=reserved.total(),
         )
         if dist.get_rank() == 0:
             profile.save(options.out)
 
 
-def _run_all(options: ProfileOptions, modules: InSituTimings, collectives: CollectiveTimings) -> None:
+def _run_all(
+    options: ProfileOptions,
+    modules: InSituTimings,
+    overlap: OverlapTimings,
+    collectives: CollectiveTimings,
+    reserved: ReservedMemory,
+) -> None:
     """All layouts and operations, in rounds, with a bar on rank 0."""
     layouts = modules.layouts()
     steps = NUM_WARM_UP_STEPS + options.num_steps
     # A layout's step costs about in proportion to its tokens; an operation on a payload about one small step.
     weights = {layout: steps * layout[1] for layout in layouts}
-    total = options.num_rounds * (sum(weights.values()) + collectives.num_units)
+    total = options.num_rounds * (sum(weights.values()) + overlap.num_units + collectives.num_units)
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description:<44}"),
@@ -86,7 +98,11 @@ def _run_all(options: ProfileOptions, modules: InSituTimings, collectives: Colle
         for number in range(1, options.num_rounds + 1):
             for degree, sequences in layouts:
                 bar.update(task, description=f"round {number}: modules, degree {degree}, {sequences} sequences a block")
+                reserved.begin()
                 go_through(modules.run(degree, sequences), sequences)
+                reserved.end()
+            bar.update(task, description=f"round {number}: gradient sync after and beside backward")
+            go_through(overlap.run(), 1)
             bar.update(task, description=f"round {number}: collectives")
             go_through(collectives.run(), 1)
             if dist.get_rank() == 0 and not console.is_terminal:

@@ -208,7 +208,9 @@ class InSituTimings:
         for (index, degree, sequences), samples in self._modules.items():
             kept, counted, formula, weights = self._static[index, degree, sequences]
             _, module = self.model.modules()[index]
-            forward, backward = gathered_timing(samples.forward), gathered_timing(samples.backward)
+            forward, backward = (
+                gathered_timing(values, averaged=NUM_MICRO_BATCHES) for values in (samples.forward, samples.backward)
+            )
             communication = [
                 gathered_timing(values, floor=0.0).mean_seconds if degree > 1 else 0.0
                 for values in (samples.forward_communication, samples.backward_communication)

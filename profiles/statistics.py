@@ -8,8 +8,11 @@ import torch.distributed as dist
 from specs.profile import Timing
 
 
-def gathered_timing(samples: list[float], *, floor: float = 1e-9) -> Timing:
-    """Mean and spread over ranks and repetitions; a collective.  A mean below `floor`, a clock tick, becomes that."""
+def gathered_timing(samples: list[float], *, floor: float = 1e-9, averaged: int = 1) -> Timing:
+    """Mean and spread over ranks and repetitions; a collective.  A mean below `floor`, a clock tick, becomes that.
+
+    Each sample is a mean over `averaged` passes, whose skew is that of one as long as they are independent.
+    """
     mine = torch.tensor(samples, dtype=torch.float64)
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     parts = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
@@ -23,5 +26,6 @@ def gathered_timing(samples: list[float], *, floor: float = 1e-9) -> Timing:
         min_seconds=float(table.min()),
         max_seconds=float(table.max()),
         rank_spread=float(by_rank.max() - by_rank.min()) / mean,
+        skew_seconds=float((table.max(dim=0).values - by_repetition).mean()) * averaged**0.5,
         repetitions=len(samples),
     )

@@ -18,7 +18,9 @@ from specs.plan import Provenance
 class Timing(Spec):
     """Repetitions over all ranks: mean, standard deviation over repetitions, extremes, and the spread of rank means.
 
-    `rank_spread` = (slowest rank's mean - fastest rank's mean) / mean.
+    `rank_spread` = (slowest rank's mean - fastest rank's mean) / mean.  `skew_seconds` = mean over repetitions of
+    (slowest rank - mean of the ranks): what ranks wait when they meet after it; None in profiles from before it was
+    measured.
     """
 
     mean_seconds: PositiveFloat
@@ -26,6 +28,7 @@ class Timing(Spec):
     min_seconds: NonNegativeFloat
     max_seconds: NonNegativeFloat
     rank_spread: NonNegativeFloat
+    skew_seconds: NonNegativeFloat | None = None
     repetitions: PositiveInt
 
 
@@ -77,6 +80,19 @@ class StepOverhead(Spec):
     other_seconds_per_action: NonNegativeFloat  # per forward or backward of a micro-batch on a stage
 
 
+class OverlapTiming(Spec):
+    """Steps of one replica per rank and one micro-batch, with the gradients' collectives after backward and beside it.
+
+    `sync_seconds` are those collectives alone, `backward_seconds` the pass that they may hide behind.
+    """
+
+    sharded: bool
+    sync_seconds: NonNegativeFloat
+    backward_seconds: PositiveFloat
+    apart: Timing
+    overlapped: Timing
+
+
 class Profile(Document):
     """Everything measured on one cluster."""
 
@@ -89,3 +105,5 @@ class Profile(Document):
     collectives: tuple[CollectiveTiming, ...] = ()
     optimizer: tuple[OptimizerTiming, ...] = Field(min_length=1)
     overhead: StepOverhead
+    overlaps: tuple[OverlapTiming, ...] = ()  # none: one rank, or a profile from before they were measured
+    reserved_bytes: NonNegativeInt | None = None  # a GPU's beside tensors; None: not measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cost_models.stragglers import expected_maximum
 from specs.cluster import ClusterSpec
 from specs.model import ModelSpec, Module
 from specs.plan import Provenance
@@ -18,6 +19,7 @@ from specs.profile import (
 NO_OVERHEAD = StepOverhead(data_seconds_per_sequence=0.0, other_seconds_per_step=0.0, other_seconds_per_action=0.0)
 OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_reduce", "point_to_point")
 BYTES_PER_SECOND = 1e9
+WORLD_SIZE = 4
 
 
 def timing(seconds: float, *, spread: float = 0.0) -> Timing:
@@ -27,6 +29,7 @@ def timing(seconds: float, *, spread: float = 0.0) -> Timing:
         min_seconds=seconds,
         max_seconds=seconds,
         rank_spread=0.0,
+        skew_seconds=spread * seconds * expected_maximum(WORLD_SIZE),
         repetitions=3,
     )
 
@@ -43,7 +46,7 @@ def module_timing(
         block_tokens=tokens,
         seq_len=seq_len,
         precision="fp32",
-        world_size=4,
+        world_size=WORLD_SIZE,
         forward=timing(forward + communication, spread=spread),
         backward=timing(2 * forward + 2 * communication, spread=spread),
         forward_communication=communication,

@@ -11,12 +11,14 @@ from cost_models.interface import CostModel
 from cost_models.interpolate import log_log
 from cost_models.measured import ACTIVATION_SHARE
 from cost_models.sources import measured_costs
+from cost_models.stragglers import expected_maximum
 from specs.errors import BadInputError
 from specs.layout import Interval
 from specs.model import Attention, Mlp
 from specs.plan import TrainingSpec
+from specs.profile import OverlapTiming
 from tests.plans import cluster, tiny_model
-from tests.profiles import profile
+from tests.profiles import WORLD_SIZE, profile, timing
 
 MODEL = tiny_model()
 CLUSTER = cluster(4, kind="cpu")
@@ -95,6 +97,53 @@ def test_collectives_and_optimizer(costs: CostModel) -> None:
     assert costs.collective("all_reduce", num_ranks=1, payload_bytes=65536, level="scale_up") == 0.0
     assert costs.optimizer(5000) == pytest.approx(5e-6)
     assert costs.optimizer(0) == 0.0
+
+
+def test_jitter_is_what_ranks_differ_by_in_a_step() -> None:
+    """Spread between ranks at degree 1, where no rank waits for another inside a module."""
+    shaky = profile(MODEL, CLUSTER, spread=0.04)
+    assert measured_costs(shaky, TRAINING, CLUSTER).jitter == pytest.approx(0.04)
+    older = [
+        timing.model_copy(
+            update={"forward": timing.forward.model_copy(update={"skew_seconds": None, "rank_spread": 0.06})}
+        )
+        for timing in shaky.modules
+    ]
+    costs = measured_costs(shaky.model_copy(update={"modules": tuple(older)}), TRAINING, CLUSTER)
+    assert costs.jitter == pytest.approx(0.03 / expected_maximum(WORLD_SIZE))
+
+
+def overlap_timing(*, sharded: bool, sync: float, backward: float, apart: float, beside: float) -> OverlapTiming:
+    return OverlapTiming(
+        sharded=sharded,
+        sync_seconds=sync,
+        backward_seconds=backward,
+        apart=timing(apart),
+        overlapped=timing(beside),
+    )
+
+
+def test_hidden_gradient_sync_is_measured_on_gpus() -> None:
+    on_gpus = cluster(4, kind="gpu")
+    bare = profile(MODEL, on_gpus)
+    guessed = measured_costs(bare, TRAINING, on_gpus)
+    assert guessed.estimated
+    assert guessed.reserved_bytes > 2**30
+    # sums take 4 beside a backward pass of 10: steps of 20 become 17, so three quarters hide
+    summed = overlap_timing(sharded=False, sync=4.0, backward=10.0, apart=20.0, beside=17.0)
+    # scattering takes 12, which 10 of backward cannot hide: half of that is gained
+    scattered = overlap_timing(sharded=True, sync=12.0, backward=10.0, apart=30.0, beside=25.0)
+    whole = bare.model_copy(update={"overlaps": (summed, scattered), "reserved_bytes": 7})
+    costs = measured_costs(whole, TRAINING, on_gpus)
+    assert not costs.estimated
+    assert costs.reserved_bytes == 7
+    assert costs.exposed_gradient_sync(4.0, 10.0) == pytest.approx(1.0)
+    assert costs.exposed_gradient_sync(12.0, 10.0, sharded=True) == pytest.approx(7.0)
+    slower = whole.model_copy(update={"overlaps": (summed.model_copy(update={"overlapped": timing(21.0)}),)})
+    assert measured_costs(slower, TRAINING, on_gpus).exposed_gradient_sync(4.0, 10.0) == 4.0
+    # On CPUs the executor sums after backward, whatever overlap would bring.
+    on_cpus = profile(MODEL, CLUSTER).model_copy(update={"overlaps": (summed,)})
+    assert measured_costs(on_cpus, TRAINING, CLUSTER).exposed_gradient_sync(4.0, 10.0) == 4.0
 
 
 def test_what_was_never_measured_is_refused(costs: CostModel) -> None:

@@ -229,6 +229,7 @@ SURFACE: dict[str, set[str]] = {
         "CollectiveTiming",
         "ModuleTiming",
         "OptimizerTiming",
+        "OverlapTiming",
         "Profile",
         "StepOverhead",
         "Timing",

@@ -73,6 +73,23 @@ def test_times_and_spread(measured: Profile) -> None:
     assert measured.overhead.other_seconds_per_step >= 0
 
 
+def test_gradient_sync_after_and_beside_backward(measured: Profile) -> None:
+    assert [overlap.sharded for overlap in measured.overlaps] == [False, True]
+    for overlap in measured.overlaps:
+        assert 0 < overlap.sync_seconds < overlap.apart.mean_seconds
+        assert overlap.backward_seconds < overlap.apart.mean_seconds
+        assert overlap.overlapped.repetitions == 2
+    assert measured.reserved_bytes == 0  # a CPU has no context
+
+
+def test_skew_is_between_ranks(measured: Profile) -> None:
+    for timing in measured.modules:
+        skew = timing.forward.skew_seconds
+        assert skew is not None
+        # of two ranks and means of two micro-batches: half their difference times the root of two
+        assert 0 <= skew <= (timing.forward.max_seconds - timing.forward.min_seconds) / 2 * 1.4143
+
+
 def test_it_says_who_measured_what_and_how(measured: Profile) -> None:
     assert measured.made.versions["torch"]
     assert measured.made.inputs["model"] == model_preset("tiny").sha256()

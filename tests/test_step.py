@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models.sources import device_costs, measured_costs
-from cost_models.step import expected_maximum, price
+from cost_models.step import price
 from specs.layout import balanced_cuts
 from specs.plan import (
     ModulePlacement,
@@ -132,12 +132,6 @@ def test_spread_makes_many_replicas_slower() -> None:
     steady, shaky = priced(plan(ranks=1, replicas=4)), priced(plan(ranks=1, replicas=4), spread=0.1)
     assert shaky.step_time_seconds > steady.step_time_seconds
     assert priced(plan(ranks=1), spread=0.1).step_time_seconds == pytest.approx(priced(plan(ranks=1)).step_time_seconds)
-
-
-@pytest.mark.parametrize(("n", "expected"), [(1, 0.0), (2, 0.5642), (10, 1.5388), (100, 2.5076), (1000, 3.2414)])
-def test_expected_maximum_of_normals(n: int, expected: float) -> None:
-    """Against Harter's tables (1961)."""
-    assert expected_maximum(n) == pytest.approx(expected, abs=0.03)
 
 
 def uniform(model: str, on: str, *, tp: int, pp: int, micro_batch: int, global_batch: int) -> Plan:
