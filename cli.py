@@ -82,6 +82,7 @@ COMMANDS = {
     "schema": "schema",
     "simulate": "simulate",
     "sweep": "sweep",
+    "trace": "trace",
     "validate": "validate",
 }
 

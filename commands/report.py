@@ -19,7 +19,7 @@ def report(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
     """Draw a plan, or a run beside its plan, on one page that opens offline in any browser."""
-    from commands.page_inputs import gather
+    from commands.sources import gather
     from reports.page import page
     from specs.base import write_whole
 

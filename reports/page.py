@@ -38,7 +38,7 @@ class Table(NamedTuple):
     """`left`: how many columns are words, aligned left."""
 
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     left: int
 
 

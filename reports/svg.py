@@ -26,7 +26,7 @@ BLUE, SKY, ORANGE, PINK, RED, GREEN, YELLOW, GREY = (
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)
 ON_DARK = (BLUE, GREEN, RED)  # fills on which white is read better than black
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "plait",
     "font.size": 9,

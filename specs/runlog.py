@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, TypeAdapter, ValidationError
 
@@ -25,6 +25,10 @@ Bucket = Literal[
     "checkpoint_restore",
     "evaluation",
     "wasted_progress",
+    "failure_detection",
+    "replanning",
+    "reforming",
+    "state_transfer",
     "step",
     "other",
 ]
@@ -75,6 +79,22 @@ class MemoryRecord(Spec):
     static_bytes: dict[int, int]  # weights, gradients, optimizer
 
 
+class TimedAction(NamedTuple):
+    """`name` is an action of the schedule (F0, B0, ...) or a term of the step; seconds after the step began."""
+
+    name: str
+    start: float
+    stop: float
+
+
+class ActionsRecord(Spec):
+    """What every rank did in one step, each on its own clock; terms inside an action lie inside its time."""
+
+    kind: Literal["actions"] = "actions"
+    step: NonNegativeInt
+    actions: dict[int, tuple[TimedAction, ...]]  # by rank
+
+
 class EvaluationRecord(_Measured):
     """Loss on held-out data."""
 
@@ -97,6 +117,43 @@ class CheckpointRecord(Spec):
     seconds: NonNegativeFloat
 
 
+class IncidentRecord(Spec):
+    """Devices were lost, came back or turned out slow; training goes on after `step` in another generation.
+
+    Steps that were taken beyond `step` are trained again.  `seconds` by part, from the moment of the fault (where it
+    is known, else of its discovery) to the first step after it; `partial_step` is the work that was cut off.
+    """
+
+    kind: Literal["incident"] = "incident"
+    time: float  # when training went on
+    generation: NonNegativeInt  # the new one
+    step: NonNegativeInt
+    redone_steps: NonNegativeInt
+    lost: dict[int, str]  # cause by rank
+    returned: tuple[int, ...] = ()
+    restarted: tuple[int, ...] = ()  # workers whose process was started again, device kept
+    slow: dict[int, float] = Field(default_factory=dict)  # factor by rank
+    policy: str
+    layout: str
+    rejected: tuple[str, ...] = ()  # other ways on, each with its reason
+    world_size: NonNegativeInt
+    global_batch: NonNegativeInt  # sequences per step from now on
+    batch_kept: bool
+    source: Literal["memory", "checkpoint", "start"]
+    missing_elements: NonNegativeInt = 0  # of the state, that no survivor held
+    seconds: dict[str, NonNegativeFloat]
+
+
+class SlowRecord(Spec):
+    """A rank's own work takes persistently longer than its peers'."""
+
+    kind: Literal["slow"] = "slow"
+    time: float
+    step: NonNegativeInt
+    rank: NonNegativeInt
+    factor: NonNegativeFloat
+
+
 class EndRecord(Spec):
     """A run ends; `seconds` adds up to `wall_seconds`."""
 
@@ -109,7 +166,15 @@ class EndRecord(Spec):
 
 
 Record = Annotated[
-    StartRecord | StepRecord | MemoryRecord | EvaluationRecord | CheckpointRecord | EndRecord,
+    StartRecord
+    | StepRecord
+    | MemoryRecord
+    | ActionsRecord
+    | EvaluationRecord
+    | CheckpointRecord
+    | IncidentRecord
+    | SlowRecord
+    | EndRecord,
     Field(discriminator="kind"),
 ]
 _record: TypeAdapter[Record] = TypeAdapter(Record)

@@ -12,19 +12,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("specs", "cost_models", "planner", "executor", "profiles", "reports", "exports", "commands")
+ROOMS = ("specs", "cost_models", "planner", "executor", "recovery", "profiles", "reports", "exports", "commands")
 # What each room may import, itself apart.
 ARROWS: dict[str, set[str]] = {
     "specs": set(),
     "cost_models": {"specs"},
     "planner": {"specs", "cost_models"},
     "executor": {"specs", "cost_models"},
+    "recovery": {"specs", "cost_models", "planner", "executor"},
     "profiles": {"specs", "cost_models", "executor"},
     "reports": {"specs", "cost_models"},
     "exports": {"specs", "cost_models"},
-    "commands": {"specs", "cost_models", "planner", "executor", "profiles", "reports", "exports"},
+    "commands": {"specs", "cost_models", "planner", "executor", "recovery", "profiles", "reports", "exports"},
 }
-WITHOUT_TORCH = ("specs", "cost_models", "planner", "reports", "exports")
+WITHOUT_TORCH = ("specs", "cost_models", "planner", "recovery", "reports", "exports")
 MAX_LINES = 400
 
 
@@ -139,6 +140,12 @@ SURFACE: dict[str, set[str]] = {
         "Restarting",
         "SlowDevices",
     },
+    "specs.faults": {
+        "Fault",
+        "FaultKind",
+        "Moment",
+        "parse_fault",
+    },
     "specs.huggingface": {
         "MODEL_TYPES",
         "model_from_config",
@@ -189,6 +196,7 @@ SURFACE: dict[str, set[str]] = {
     },
     "specs.options": {
         "Backend",
+        "OnLoss",
         "OptimizerOptions",
         "TrainOptions",
     },
@@ -207,11 +215,14 @@ SURFACE: dict[str, set[str]] = {
         "Provenance",
         "Recompute",
         "Replica",
-        "Schedule",
         "Stage",
         "StepTerms",
         "TrainingSpec",
         "aligned_token_cuts",
+    },
+    "specs.plan_checks": {
+        "check_pipeline",
+        "check_replicas",
     },
     "specs.presets": {
         "ClusterName",
@@ -235,14 +246,18 @@ SURFACE: dict[str, set[str]] = {
         "Timing",
     },
     "specs.runlog": {
+        "ActionsRecord",
         "Bucket",
         "CheckpointRecord",
         "EndRecord",
         "EvaluationRecord",
+        "IncidentRecord",
         "MemoryRecord",
         "Record",
+        "SlowRecord",
         "StartRecord",
         "StepRecord",
+        "TimedAction",
         "read_log",
     },
     "specs.schedule": {

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cli
-from commands.page_inputs import first_pass
+from commands.sources import first_pass
 from cost_models.sources import device_costs
 from cost_models.step import price
 from reports.plan_charts import memory_by_rank
@@ -171,7 +171,7 @@ def test_memory_by_rank_holds_the_predicted_peak(plan: Plan) -> None:
 
 def test_the_passes_are_those_of_the_prediction(plan: Plan) -> None:
     """Every action once, none before its stage is free, and as long as the simulated pipeline."""
-    found = first_pass(plan, None)
+    found = first_pass(plan, device_costs(plan.cluster, plan.training))
     spans = found.spans()
     assert len(spans) == 2 * 4 * 8
     assert max(span.stop for span in spans) == pytest.approx(found.timing.makespan_seconds)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cost_models.interface import CostModel
 from cost_models.passes import ReplicaPass, replica_pass
 from cost_models.simulation import simulate_plan
+from cost_models.step import price
 from cost_models.topology import Topology
 from planner.start import costs_from, read_profile
 from reports.page import Inputs
+from reports.trace import trace
 from specs.base import load_document
 from specs.errors import BadInputError
 from specs.plan import Plan
-from specs.runlog import Record, read_log
+from specs.runlog import ActionsRecord, Record, read_log
 
 
 def read_source(source: Path) -> tuple[Plan, Path, list[Record]]:
@@ -23,9 +26,8 @@ def read_source(source: Path) -> tuple[Plan, Path, list[Record]]:
     return load_document(Plan, path, "plan"), path, read_log(source / "log.jsonl")
 
 
-def first_pass(plan: Plan, profile: Path | None) -> ReplicaPass:
+def first_pass(plan: Plan, costs: CostModel) -> ReplicaPass:
     """One predicted step of the first kind of replica.  Raises `BadInputError` for costs that are not known."""
-    costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
     topology = Topology(plan)
     return replica_pass(plan, costs, topology, dict(plan.model.modules()), topology.classes[0])
 
@@ -36,7 +38,8 @@ def gather(source: Path, *, profile: Path | None, days: float, trials: int) -> I
     missing = []
     spans = delivery = None
     try:
-        spans = first_pass(plan, profile).spans()
+        costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
+        spans = first_pass(plan, costs).spans()
     except BadInputError as error:
         missing.append(f"The pipeline's passes: {error}")
     try:
@@ -44,3 +47,24 @@ def gather(source: Path, *, profile: Path | None, days: float, trials: int) -> I
     except BadInputError as error:
         missing.append(f"Weeks of failures: {error}")
     return Inputs(plan, spans, delivery, records, tuple(missing))
+
+
+def trace_of(source: Path, profile: Path | None) -> tuple[dict[str, object], list[str]]:
+    """One step, predicted and measured, and what is left out of it.  Raises `BadInputError` when nothing is left."""
+    plan, _, records = read_source(source)
+    notes = []
+    measured = next((record for record in reversed(records) if isinstance(record, ActionsRecord)), None)
+    if records and measured is None:
+        notes.append("the run's log has no record of a step's actions: it broke off before its last step.")
+    found, host = None, 0.0
+    try:
+        costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
+        found = first_pass(plan, costs)
+        host = costs.overhead.other_seconds_per_step
+        predicted = price(plan, costs)
+    except BadInputError as error:
+        if measured is None or plan.predicted is None:
+            raise
+        predicted = plan.predicted
+        notes.append(f"no predicted lanes: {error}")
+    return trace(plan, found, predicted, host, measured), notes
