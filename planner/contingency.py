@@ -38,10 +38,10 @@ class _Priced:
     candidate: Candidate
     predicted: Prediction
 
-    def rank(self, batch: int, limit: int) -> tuple[bool, bool, float]:
-        """Order: what fits, with the whole batch, soonest per sequence."""
-        seconds = self.predicted.step_time_seconds / self.candidate.global_batch
-        return self.predicted.peak_memory_bytes > limit, self.candidate.global_batch < batch, seconds
+    def rank(self, limit: int) -> tuple[bool, int, float]:
+        """Order: what fits, with the most of the batch, soonest."""
+        over = self.predicted.peak_memory_bytes > limit
+        return over, -self.candidate.global_batch, self.predicted.step_time_seconds
 
 
 class Replanner:
@@ -54,8 +54,15 @@ class Replanner:
         self._survivors = Survivors(plan, costs, self._limit - costs.reserved_bytes)
         self._prices: dict[object, Prediction] = {}
 
-    def solve(self, lost: Sequence[int], *, deadline: float = float("inf"), ahead: bool = False) -> Contingency:
-        """The best way on without these ranks.  `ahead`: quickly, of fewer ways.
+    def solve(
+        self,
+        lost: Sequence[int],
+        *,
+        deadline: float = float("inf"),
+        ahead: bool = False,
+        policies: Sequence[ContingencyPolicy] = ORDER,
+    ) -> Contingency:
+        """The best way on without these ranks.  `ahead`: quickly, of fewer ways.  `policies`: these only.
 
         Raises `BadInputError` for ranks that the plan does not have, `NoPlanFitsError` when nothing can run, and
         `TimeLimitError` when nothing was priced before `deadline` (of `time.monotonic`).
@@ -68,7 +75,7 @@ class Replanner:
                 if strange
                 else "no rank is named as lost. Name at least one."
             )
-        ways = self._most_promising(lost, deadline, ahead=ahead)
+        ways = self._most_promising(lost, deadline, policies, ahead=ahead)
         found: list[_Priced] = []
         for way in ways:
             if time.monotonic() > deadline and found:
@@ -78,7 +85,7 @@ class Replanner:
                 found.append(priced)
         if not found:
             raise self._nothing(lost, deadline)
-        found.sort(key=lambda one: one.rank(self.plan.training.global_batch, self._limit))
+        found.sort(key=lambda one: one.rank(self._limit))
         found.insert(0, found.pop(self._least_change(found)))
         best, over = found[0], found[0].predicted.peak_memory_bytes - self._limit
         if over > 0:
@@ -91,21 +98,23 @@ class Replanner:
 
     def _least_change(self, found: Sequence[_Priced]) -> int:
         """Of those that are as good as the best, the one that moves least."""
-        *limits, seconds = found[0].rank(self.plan.training.global_batch, self._limit)
+        *limits, seconds = found[0].rank(self._limit)
         close = []
         for index, one in enumerate(found):
-            *own, other = one.rank(self.plan.training.global_batch, self._limit)
+            *own, other = one.rank(self._limit)
             if own == limits and other <= seconds * (1.0 + AS_GOOD):
                 close.append((ORDER.index(one.candidate.policy), index))
         return min(close)[1]
 
-    def _most_promising(self, lost: Sequence[int], deadline: float, *, ahead: bool) -> list[Way]:
+    def _most_promising(
+        self, lost: Sequence[int], deadline: float, policies: Sequence[ContingencyPolicy], *, ahead: bool
+    ) -> list[Way]:
         """The best of every policy by their estimates."""
-        by_policy: defaultdict[str, list[tuple[tuple[bool, float], Way]]] = defaultdict(list)
+        by_policy: defaultdict[str, list[tuple[tuple[int, float], Way]]] = defaultdict(list)
         for way in self._survivors.ways(lost, few=ahead):
             if time.monotonic() > deadline:
                 break
-            candidate = self._survivors.candidate(way, lost)
+            candidate = self._survivors.candidate(way, lost) if way.policy in policies else None
             if candidate is not None:
                 by_policy[way.policy].append((self._estimate(candidate), way))
         most = PRICED_AHEAD if ahead else PRICED_ON_LOSS
@@ -127,8 +136,9 @@ class Replanner:
         refit.capacity = whole
         return found
 
-    def _estimate(self, candidate: Candidate) -> tuple[bool, float]:
-        return candidate.global_batch < self.plan.training.global_batch, candidate.seconds / candidate.global_batch
+    @staticmethod
+    def _estimate(candidate: Candidate) -> tuple[int, float]:
+        return -candidate.global_batch, candidate.seconds
 
     def _price(self, candidate: Candidate, lost: Sequence[int]) -> Prediction:
         key: object = (candidate.policy, candidate.pipelines, candidate.replicas, candidate.sequences)
@@ -189,19 +199,34 @@ class Replanner:
     def _nothing(self, lost: Sequence[int], deadline: float) -> Exception:
         if time.monotonic() > deadline:
             return TimeLimitError(f"no way on without {_ranks(lost)} was found in time. Give more time.")
+        self._survivors.refit.capacity = 2**62
+        if any(self._survivors.candidate(way, lost) is not None for way in self._survivors.ways(lost)):
+            return NoPlanFitsError(
+                f"without {_ranks(lost)} nothing fits {num_bytes(self._limit)}, even in the largest blocks with full "
+                "recompute. Wait for the device, add spares, or plan anew with a smaller micro-batch or a larger "
+                "--memory-cap."
+            )
         return NoPlanFitsError(
             f"without {_ranks(lost)} no layout of the {self.plan.world_size - len(lost)} ranks that are left divides "
             "the model and the batch. Wait for the device or resume with fewer ranks from a new plan."
         )
 
 
-def replan(plan: Plan, costs: CostModel, lost_ranks: Sequence[int], *, time_limit_seconds: float = 10.0) -> Contingency:
+def replan(
+    plan: Plan,
+    costs: CostModel,
+    lost_ranks: Sequence[int],
+    *,
+    time_limit_seconds: float = 10.0,
+    policies: Sequence[ContingencyPolicy] = ORDER,
+) -> Contingency:
     """The best way on without `lost_ranks` of a plan (which may itself be one that goes on after a loss).
 
-    Devices of the cluster that the plan does not use and that are not missing are spares.  Raises as
-    `Replanner.solve`.
+    Devices of the cluster that the plan does not use and that are not missing are spares.  `policies`: of these only.
+    Raises as `Replanner.solve`.
     """
-    return Replanner(plan, costs).solve(lost_ranks, deadline=time.monotonic() + time_limit_seconds)
+    deadline = time.monotonic() + time_limit_seconds
+    return Replanner(plan, costs).solve(lost_ranks, deadline=deadline, policies=policies)
 
 
 def contingencies(plan: Plan, costs: CostModel, *, time_limit_seconds: float = 10.0) -> tuple[Contingency, ...]:

@@ -35,7 +35,7 @@ from specs.plan import ModulePlacement, Plan, Recompute, Stage
 from specs.tensors import num_parameters
 
 Option = tuple[Blocks, Recompute]
-# Forward and backward seconds, elements held, bytes held, bytes per micro-batch in flight, bytes at work.
+# Seconds forward and backward, seconds once a step, bytes held, bytes per micro-batch in flight, bytes at work.
 Row = tuple[float, float, float, float, float, float]
 Menu = list[tuple[Option, Row]]
 # Stages with more ranks than this are not composed in every way.
@@ -61,10 +61,15 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A composed stage with its seconds per micro-batch, communication included."""
+    """A stage with its seconds: per micro-batch with communication, and once a step (gradient sync, optimizer).
+
+    `fits` by the fullest rank of every module, which is never below the price and rarely above it.
+    """
 
     stage: Stage
     seconds: float
+    once: float
+    fits: bool
 
 
 class _Choice(NamedTuple):
@@ -99,7 +104,8 @@ class Refit:
             self._mean_copies[kind] += len(placed[name].blocks) / self._kinds.count(kind)
         self._rows: dict[tuple[object, ...], Row | None] = {}
         self._composed: dict[tuple[object, ...], tuple[float, Cuts, list[list[Option]]] | None] = {}
-        self._per_element = self._once_a_step()
+        self._rates: dict[int, float] = {}
+        self._spread = Topology(plan).span([replica.ranks[0] for replica in plan.replicas])
 
     def compose(self, task: Task) -> Fitted | None:
         """The fastest stage that fits; None when nothing fits, keeps sequences whole or was measured."""
@@ -108,30 +114,21 @@ class Refit:
         if key not in self._composed:
             self._composed[key] = self._compose(task)
         found = self._composed[key]
-        return None if found is None else self._fitted(task, *found)
+        return None if found is None else self.as_it_is(self._stage(task, *found[1:]), task)
 
-    def seconds(self, stage: Stage, task: Task) -> float:
-        """Seconds per micro-batch of a stage as it stands.  Raises `BadInputError` for what was not measured."""
+    def as_it_is(self, stage: Stage, task: Task) -> Fitted:
+        """A stage that is there already.  Raises `BadInputError` for what was not measured."""
         cuts = stage.chunk_cuts(task.micro_batch * self._plan.training.seq_len)
-        total = self._host(task)
+        seconds, once, held, working = self._host(task), 0.0, 0.0, 0.0
         for kind, placement in zip(self._kinds_of(task), stage.modules, strict=True):
             row = self._row(kind, placement.blocks, placement.recompute, cuts, task)
             if row is None:
-                raise BadInputError(f"{placement.module}: blocks {list(placement.blocks)} were not measured")
-            total += row[0] + row[1]
-        return total
-
-    def fits(self, stage: Stage, task: Task) -> bool:
-        """Whether a stage as it stands is within the capacity by these tables (fullest ranks of every module)."""
-        cuts = stage.chunk_cuts(task.micro_batch * self._plan.training.seq_len)
-        held = working = 0.0
-        for kind, placement in zip(self._kinds_of(task), stage.modules, strict=True):
-            row = self._row(kind, placement.blocks, placement.recompute, cuts, task)
-            if row is None:
-                return False
+                raise BadInputError(f"{placement.module}: blocks {list(placement.blocks)} were not measured.")
+            seconds += row[0] + row[1]
+            once += row[2]
             held += row[3] + task.in_flight * row[4]
             working = max(working, row[5])
-        return held + working <= self._room(task)
+        return Fitted(stage, seconds, once, held + working <= self._room(task))
 
     def work(self) -> list[float]:
         """Seconds of every module of the chain on one rank alone, for cutting stages: only their proportions count."""
@@ -211,8 +208,7 @@ class Refit:
         rest.
         """
         tables = [np.array([row for _, row in menu]).T for menu in menus]
-        once = self._per_element / task.num_micro_batches
-        seconds = [table[0] + table[1] + once * table[2] for table in tables]
+        seconds = [table[0] + table[1] + table[2] / task.num_micro_batches for table in tables]
         memory = [table[3] + task.in_flight * table[4] for table in tables]
         capacity = self._room(task)
         fastest = sum(count * float(s.min()) for count, s in zip(counts, seconds, strict=True))
@@ -237,7 +233,7 @@ class Refit:
                     break
         return best
 
-    def _fitted(self, task: Task, seconds: float, cuts: Cuts, options: list[list[Option]]) -> Fitted:
+    def _stage(self, task: Task, cuts: Cuts, options: list[list[Option]]) -> Stage:
         kinds = self._kinds_of(task)
         waiting = dict(zip(sorted(set(kinds)), ([*of_kind] for of_kind in options), strict=True))
         placements = []
@@ -247,8 +243,7 @@ class Refit:
                 ModulePlacement(module=self._names[index], blocks=blocks, recompute=mode, zero=self._zero[index])
             )
         even = balanced_cuts(cuts[-1], len(task.nodes))
-        stage = Stage(num_ranks=len(task.nodes), modules=tuple(placements), token_cuts=None if cuts == even else cuts)
-        return Fitted(stage, seconds + self._host(task))
+        return Stage(num_ranks=len(task.nodes), modules=tuple(placements), token_cuts=None if cuts == even else cuts)
 
     def _room(self, task: Task) -> float:
         """Bytes for modules: the capacity without the chunks on their way at both edges of the stage."""
@@ -313,26 +308,26 @@ class Refit:
                 self._rows[key] = (
                     cost.forward_seconds + cost.forward_communication_seconds,
                     cost.backward_seconds + cost.backward_communication_seconds,
-                    held.gradients / GRADIENT_BYTES,
+                    held.gradients / GRADIENT_BYTES * self._once_per_element(copies),
                     float(held.total),
                     float(activation_bytes(module, share, training.precision, mode)),
                     float(working_bytes(module, share, training.precision, mode)),
                 )
         return self._rows[key]
 
-    def _once_a_step(self) -> float:
-        """Seconds of gradient sync and optimizer per element that a rank holds, for weighing copies against speed."""
-        plan = self._plan
-        elements = min(num_parameters(plan.model.modules()), BUCKET_ELEMENTS)
-        first = Topology(plan).span([replica.ranks[0] for replica in plan.replicas])
-        sync = self._costs.collective(
-            "all_reduce",
-            num_ranks=max(2, first.num_ranks),
-            payload_bytes=GRADIENT_BYTES * elements,
-            level=first.level,
-            ranks_per_domain=first.ranks_per_domain,
-        )
-        return (sync + self._costs.optimizer(elements)) / elements
+    def _once_per_element(self, copies: int) -> float:
+        """Seconds of gradient sync and optimizer for an element that so many ranks hold."""
+        if copies not in self._rates:
+            elements = min(num_parameters(self._plan.model.modules()), BUCKET_ELEMENTS)
+            sync = self._costs.collective(
+                "all_reduce",
+                num_ranks=copies,
+                payload_bytes=GRADIENT_BYTES * elements,
+                level=self._spread.level,
+                ranks_per_domain=1,
+            )
+            self._rates[copies] = (sync + self._costs.optimizer(elements)) / elements
+        return self._rates[copies]
 
 
 def _largest_last(option: Option) -> tuple[int, int, Blocks]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from cost_models.interface import CostModel
 from cost_models.memory import ACTIVATION_BYTES
 from cost_models.reduced import candidates
-from planner.refit import Refit, Task
+from planner.refit import Fitted, Refit, Task
 from planner.shares import Worker, deal, finish_seconds
 from specs.layout import balanced_cuts, block_starts
 from specs.plan import ContingencyPolicy, Pipeline, Plan, Replica, Stage
@@ -36,12 +36,13 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A pipeline and ranks for it; seconds per micro-batch and once a step."""
+    """A pipeline and ranks for it; seconds per micro-batch, of filling it, and once a step after it."""
 
     pipeline: Pipeline
     ranks: tuple[int, ...]
     seconds: float
     fill_seconds: float
+    once_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class Survivors:
         rounds = max(1, -(-self.plan.training.global_batch // (micro_batch * max(1, others + 1))))
         schedule = _schedule(old)
         stages: list[Stage] = []
-        seconds: list[float] = []
+        fitted: list[Fitted] = []
         firsts = block_starts(sizes)
         for index, size in enumerate(sizes):
             nodes = tuple(self._node[rank] for rank in ranks[firsts[index] : firsts[index + 1]])
@@ -194,18 +195,21 @@ class Survivors:
             task = Task(places[index], nodes, micro_batch, kept, rounds, others)
             if old is not None and old.micro_batch == micro_batch and old.stages[index].num_ranks == size:
                 task = task._replace(keep_blocks=True)
-                if self.refit.fits(old.stages[index], task):
+                found: Fitted | None = self.refit.as_it_is(old.stages[index], task)
+                if found is not None and found.fits:
                     stages.append(old.stages[index])
-                    seconds.append(self.refit.seconds(old.stages[index], task))
+                    fitted.append(found)
                     continue
-            fitted = self.refit.compose(task)
-            if fitted is None:
+            found = self.refit.compose(task)
+            if found is None:
                 return None
             runs = old.stages[index].virtual_stages if old is not None else None
-            stages.append(fitted.stage.model_copy(update={"virtual_stages": runs}))
-            seconds.append(fitted.seconds)
+            stages.append(found.stage.model_copy(update={"virtual_stages": runs}))
+            fitted.append(found)
         pipeline = Pipeline(micro_batch=micro_batch, stages=tuple(stages), schedule=schedule)
-        return Part(pipeline, ranks, max(seconds), sum(seconds) - max(seconds) + self._transfers(pipeline, ranks))
+        seconds = [found.seconds for found in fitted]
+        fill = sum(seconds) - max(seconds) + self._transfers(pipeline, ranks)
+        return Part(pipeline, ranks, max(seconds), fill, max(found.once for found in fitted))
 
     def _transfers(self, pipeline: Pipeline, ranks: Sequence[int]) -> float:
         """Seconds of the first micro-batch's way down and its gradient's way back up."""
@@ -251,6 +255,7 @@ class Survivors:
         ]
         if not workers or len(workers) < len(kinds) + len(parts):
             return None
+        once = max(part.once_seconds for part in (*kinds, *parts) if part is not None)
         batch = plan.training.global_batch
         batch -= batch % math.gcd(*(worker.micro_batch for worker in workers))
         shares = deal(batch, workers) if batch else None
@@ -279,7 +284,7 @@ class Survivors:
             replaced=replaced,
             sequences=sequences,
             global_batch=batch,
-            seconds=finish_seconds(workers, shares),
+            seconds=finish_seconds(workers, shares) + once,
         )
 
     def _places(self, pipeline: Pipeline) -> list[tuple[int, ...]]:
@@ -302,7 +307,9 @@ class Survivors:
         return None if best is None else [tuple(range(start, stop)) for start, stop in pairwise(best)]
 
     def _micro_batches(self, pipeline: Pipeline, left: int, *, alone: bool, few: bool) -> list[int]:
-        """The pipeline's own, and those that the ranks left of a stage share evenly; of divisors when `alone`."""
+        """The pipeline's own, and those that the ranks left of a stage share evenly; `alone`: divisors of the batch
+        beside them, since nobody else can take the rest.
+        """
         own, batch = pipeline.micro_batch, self.plan.training.global_batch
         fewer = max(max(stage.num_ranks for stage in pipeline.stages) - 1, 1)
         wanted = {own, own * fewer} if few else {1, 2, own, 2 * own, fewer, own * fewer}
@@ -310,16 +317,16 @@ class Survivors:
             wanted.add(2 * own)
         if alone:
             divisors = [size for size in range(1, batch + 1) if batch % size == 0]
-            wanted = {max(size for size in divisors if size <= one) for one in wanted} | {
-                min(size for size in divisors if size >= min(one, batch)) for one in wanted
-            }
+            below = {max(size for size in divisors if size <= one) for one in wanted}
+            above = {min(size for size in divisors if size >= min(one, batch)) for one in wanted}
+            wanted = below | above | (set() if few else wanted)
         return sorted(size for size in wanted if size <= min(batch, max(4 * own, 2 * left)))
 
     @staticmethod
     def _stage_numbers(pipeline: Pipeline, left: int, *, few: bool) -> list[int]:
         own = len(pipeline.stages)
         if few:
-            return [min(own, left)]
+            return [min(own, left)] if left else []
         return sorted({number for number in (1, own - 1, own, own + 1) if 1 <= number <= left})
 
 

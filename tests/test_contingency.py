@@ -1,0 +1,248 @@
+"""What is done about lost ranks: valid layouts of the survivors, whole batches, priced like any plan, never beaten."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_models.sources import device_costs
+from cost_models.step import price
+from executor.layout import Layout, tensor_holdings
+from planner.contingency import Replanner, contingencies, kinds_of_ranks, replan
+from planner.shares import Worker, deal, finish_seconds
+from specs.cluster import ClusterSpec
+from specs.contingency import find_contingency, plan_after, processes
+from specs.errors import BadInputError, NoPlanFitsError
+from specs.plan import Contingency, Plan
+from specs.presets import load_cluster, load_model
+from tests.layouts import ReplicaShape, StageShape, build, small_model
+from tests.plans import cluster
+from tests.plans import plan as even_plan
+from tests.synthetic_costs import SyntheticCosts
+
+COSTS = SyntheticCosts(3)
+workers = st.builds(
+    Worker,
+    count=st.integers(1, 2),
+    micro_batch=st.integers(1, 4),
+    seconds=st.sampled_from([0.7, 1.0, 1.5, 2.2, 3.0]),
+    fill_seconds=st.sampled_from([0.0, 1.0, 2.5]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batch=st.integers(1, 12), kinds=st.lists(workers, min_size=1, max_size=2))
+def test_shares_add_up_and_end_as_early_as_any(batch: int, kinds: list[Worker]) -> None:
+    replicas = [worker for worker in kinds for _ in range(worker.count)]
+    ways = itertools.product(*(range(1, batch // worker.micro_batch + 1) for worker in replicas))
+    ends = [
+        max(w.fill_seconds + m * w.seconds for m, w in zip(way, replicas, strict=True))
+        for way in ways
+        if sum(m * w.micro_batch for m, w in zip(way, replicas, strict=True)) == batch
+    ]
+    shares = deal(batch, kinds)
+    assert (shares is None) == (not ends)
+    if shares is not None:
+        assert sum(m * w.micro_batch for own, w in zip(shares, kinds, strict=True) for m in own) == batch
+        assert finish_seconds(kinds, shares) == pytest.approx(min(ends))
+
+
+def two_of_four(**options: Any) -> Plan:
+    shape = ReplicaShape([StageShape(4)], 1, 6)
+    return build(small_model(), [shape, shape], **options)
+
+
+PLANS: dict[str, Plan] = {
+    "4 and 4 -> 4 and 3": two_of_four(),
+    "4 -> 3": build(small_model(), [ReplicaShape([StageShape(4)], 1, 12)]),
+    "8 -> 7": build(small_model(), [ReplicaShape([StageShape(8, {"attention": (4, 4)})], 2, 14)]),
+    "6 -> 5": build(small_model(), [ReplicaShape([StageShape(6)], 1, 10)], zero=1),
+    "2 x 2 -> 3": build(small_model(), [ReplicaShape([StageShape(2), StageShape(2)], 1, 12)]),
+    "pipeline of ones": build(small_model(), [ReplicaShape([StageShape(1)] * 3, 1, 12)]),
+    "gpipe": build(small_model(), [ReplicaShape([StageShape(1)] * 2, 1, 6, "gpipe")] * 2),
+    "replicas of one": build(small_model(), [ReplicaShape([StageShape(1)], 1, 4)] * 4),
+    "zero 1, recompute": two_of_four(zero=1, recompute="selective"),
+    "equal replicas": even_plan(ranks=4, replicas=3, micro_batches=4, on=cluster(12, per_node=12)),
+}
+
+
+def assert_runs(plan: Plan, contingency: Contingency, lost: int) -> Plan:
+    """The whole plan after a loss, seen by every process of the executor."""
+    after = plan_after(plan, contingency, lost)
+    old = processes(after)
+    assert lost not in old
+    assert set(old) <= set(plan.cluster.ranks())
+    for process in range(after.world_size):
+        layout = Layout(after, process)
+        assert layout.modules
+        assert old[process] in layout.replica.ranks
+    tensor_holdings(after)
+    return after
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_single_loss_leads_to_a_plan_that_runs(name: str) -> None:
+    plan = PLANS[name]
+    found = contingencies(plan, COSTS)
+    plan = plan.with_results(contingencies=found)
+    assert sorted(rank for kind in kinds_of_ranks(plan) for rank in kind) == list(range(plan.world_size))
+    for lost in range(plan.world_size):
+        contingency = find_contingency(plan, lost)
+        assert contingency is not None
+        after = assert_runs(plan, contingency, lost)
+        assert after.training.global_batch == plan.training.global_batch, "shares move, the batch stays whole"
+        assert price(after, COSTS).step_time_seconds == pytest.approx(contingency.predicted.step_time_seconds, rel=1e-9)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_no_composition_of_the_damaged_stage_is_faster() -> None:
+    """4 -> 3: every composition of every kind of module, on the damaged replica's micro-batch, priced one by one."""
+    plan = PLANS["4 and 4 -> 4 and 3"]
+    best = replan(plan, COSTS, [0], policies=["reduced"])
+    after = plan_after(plan, best)
+    damaged = next(i for i, replica in enumerate(after.replicas) if len(replica.ranks) == 3)
+    number = after.replicas[damaged].pipeline
+    stage = after.pipelines[number].stages[0]
+    kinds = ("embedding", "attention", "mlp", "head")
+    compositions = ((3,), (2, 1), (1, 2), (1, 1, 1))
+    tried = 0
+    for chosen in itertools.product(compositions, repeat=len(kinds)):
+        blocks = dict(zip(kinds, chosen, strict=True))
+        modules = tuple(
+            p.model_copy(update={"blocks": blocks[p.module.rsplit(".", 1)[-1]], "cuts": None}) for p in stage.modules
+        )
+        pipeline = after.pipelines[number].model_copy(
+            update={"stages": (stage.model_copy(update={"modules": modules}),)}
+        )
+        pipelines = [*after.pipelines]
+        pipelines[number] = pipeline
+        try:
+            other = Plan.model_validate(after.model_copy(update={"pipelines": tuple(pipelines)}).model_dump())
+        except ValueError:
+            continue  # attention blocks without whole sequences
+        tried += 1
+        assert best.predicted.step_time_seconds <= price(other, COSTS).step_time_seconds * 1.005
+    assert tried >= 64
+
+
+def llama_on_one_node(**changes: Any) -> tuple[Plan, ClusterSpec]:
+    machine = load_cluster("h100x16")
+    shape = {"ranks": 8, "replicas": 2, "micro_batches": 24, "seq_len": 4096, **changes}
+    return even_plan(model=load_model("llama-3-8b"), on=machine, **shape), machine
+
+
+def test_eight_to_seven_is_composed_per_module() -> None:
+    """8 KV groups over 7 ranks make one rank compute two: attention goes as 4 + 3 or finer, and nothing waits."""
+    plan, machine = llama_on_one_node()
+    costs = device_costs(machine, plan.training)
+    found = replan(plan, costs, [3], policies=["reduced"])
+    after = assert_runs(plan, found, 3)
+    stage = next(p for p in after.pipelines if p.num_ranks == 7).stages[0]
+    attention = {p.blocks for p in stage.modules if p.module.endswith("attention")}
+    assert (7,) not in attention
+    whole = price(plan, costs).step_time_seconds
+    assert found.predicted.step_time_seconds < whole * 16 / 15 * 1.05, "within 5 % of what 15 of 16 devices can do"
+    dropped = replan(plan, costs, [3], policies=["drop"])
+    assert dropped.predicted.step_time_seconds > 1.8 * whole
+
+
+def test_where_memory_binds_blocks_grow_or_modules_are_recomputed() -> None:
+    plan, machine = llama_on_one_node()
+    costs = device_costs(machine, plan.training)
+    free = replan(plan, costs, [0], policies=["reduced"])
+    cap = (price(plan, costs).peak_memory_bytes + 3 * free.predicted.peak_memory_bytes) // 4
+    assert free.predicted.peak_memory_bytes > cap
+    tight = replan(plan.model_copy(update={"memory_cap_bytes": cap}), costs, [0], policies=["reduced"])
+    assert tight.predicted.peak_memory_bytes <= cap
+    assert tight.predicted.step_time_seconds >= free.predicted.step_time_seconds
+    with pytest.raises(NoPlanFitsError, match=r"nothing fits .* full recompute"):
+        replan(plan.model_copy(update={"memory_cap_bytes": cap // 3}), costs, [0])
+
+
+def test_healthy_replicas_recompute_more_when_fewer_share_the_optimizer() -> None:
+    """Without one of two replicas the other holds all of the sharded state."""
+    shape = ReplicaShape([StageShape(2)], 2, 8)
+    plan = build(small_model(), [shape, shape], zero=1, seq_len=64)
+    cap = price(plan, COSTS).peak_memory_bytes + 4096
+    plan = plan.model_copy(update={"memory_cap_bytes": cap})
+    found = replan(plan, COSTS, [0], policies=["drop"])
+    assert found.replaced
+    assert found.predicted.peak_memory_bytes <= cap
+    modes = {p.recompute for p in plan_after(plan, found).pipelines[0].stages[0].modules}
+    assert modes != {"none"}
+
+
+def test_spares_step_in_and_dropped_replicas_give_theirs() -> None:
+    on = cluster(10, per_node=10, kind="cpu")
+    plan = PLANS["4 and 4 -> 4 and 3"].model_copy(update={"cluster": on})
+    spare = replan(plan, COSTS, [2])
+    assert spare.policy == "spare"
+    assert spare.predicted.step_time_seconds == pytest.approx(price(plan, COSTS).step_time_seconds)
+    after = assert_runs(plan, spare, 2)
+    assert sorted(r for replica in after.replicas for r in replica.ranks) == [0, 1, 3, 4, 5, 6, 7, 8]
+    three = build(small_model(), [ReplicaShape([StageShape(4)], 1, 4)] * 3)
+    both = replan(three, COSTS, [0, 5, 6], policies=["drop"])
+    after = plan_after(three, both)
+    assert sorted(len(replica.ranks) for replica in after.replicas) == [4, 4], "two survivors repair the third replica"
+
+
+def test_losses_go_on_from_the_plan_that_runs() -> None:
+    plan = PLANS["4 and 4 -> 4 and 3"]
+    for lost in (1, 6, 2, 0, 3):
+        plan = plan_after(plan, replan(plan, COSTS, [lost]))
+        assert lost in plan.cluster.missing
+        assert plan.training.global_batch == 12
+    assert plan.world_size <= 3
+
+
+def test_a_batch_that_cannot_stay_whole_shrinks_and_says_so() -> None:
+    """Two heads over five ranks need three blocks: three sequences at a time fit, all seven at once do not."""
+    model = small_model()
+    layers = tuple(
+        layer.model_copy(update={"attention": layer.attention.model_copy(update={"num_heads": 2, "num_kv_heads": 2})})
+        for layer in model.layers
+        if layer.attention is not None
+    )
+    shape = ReplicaShape([StageShape(6, {"attention": (2, 2, 2)})], 7, 7)
+    plan = build(model.model_copy(update={"layers": layers}), [shape], seq_len=64)
+    free = replan(plan, COSTS, [5], policies=["reduced"])
+    assert free.global_batch == 7
+    batches = []
+    for tenth in range(9, 2, -1):
+        cap = free.predicted.peak_memory_bytes * tenth // 10
+        try:
+            found = replan(plan.model_copy(update={"memory_cap_bytes": cap}), COSTS, [5], policies=["reduced"])
+        except NoPlanFitsError:
+            break
+        assert found.predicted.peak_memory_bytes <= cap
+        batches.append(found.global_batch)
+    assert batches == sorted(batches, reverse=True)
+    assert batches[-1] < 7
+    assert plan_after(plan, found).training.global_batch == batches[-1]
+
+
+def test_losses_that_are_none_are_refused() -> None:
+    plan = PLANS["4 -> 3"]
+    with pytest.raises(BadInputError, match="not in the plan"):
+        replan(plan, COSTS, [17])
+    with pytest.raises(BadInputError, match="no rank"):
+        replan(plan, COSTS, [])
+
+
+def test_a_rank_alone_has_nobody_to_go_on() -> None:
+    plan = build(small_model(), [ReplicaShape([StageShape(1)], 1, 4)])
+    assert contingencies(plan, COSTS) == ()
+    with pytest.raises(NoPlanFitsError, match="no layout"):
+        Replanner(plan, COSTS).solve([0])
+
+
+def test_a_contingency_says_for_whom_it_stands() -> None:
+    plan = PLANS["equal replicas"]
+    found = contingencies(plan, COSTS)
+    assert [len(one.equivalent) for one in found] == [12]
+    with pytest.raises(BadInputError, match="does not stand for rank 12"):
+        plan_after(plan, found[0], 12)
