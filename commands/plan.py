@@ -25,12 +25,29 @@ def plan(
         Literal["fp32", "bf16", "fp8"] | None, typer.Option(help="Default: bf16 on GPUs, fp32 on CPUs.")
     ] = None,
     objective: Annotated[
-        Literal["goodput", "step-time", "tokens-per-dollar"], typer.Option(help="What to maximise (or minimise).")
+        Literal["goodput", "step-time", "tokens-per-dollar", "memory"],
+        typer.Option(help="What to maximise (or minimise)."),
     ] = "goodput",
+    max_slowdown: Annotated[
+        float, typer.Option(min=0.0, help="Percent of step time that `--objective memory` may give up.")
+    ] = 5.0,
     freedom: Annotated[
         Literal["uniform", "layers", "stages", "modules", "cuts"],
         typer.Option(help="How unlike modules may be: everything uniform ... stages that begin inside layers."),
     ] = "cuts",
+    engine: Annotated[
+        Literal["dp", "ilp"],
+        typer.Option(help="Labels and dynamic programming, or an integer program (slower, independent)."),
+    ] = "dp",
+    pin: Annotated[
+        list[str] | None, typer.Option(help="layer.3.mlp.tp=4, layer.*.mlp.recompute=full; may be repeated.")
+    ] = None,
+    forbid: Annotated[list[str] | None, typer.Option(help="The same, forbidden; may be repeated.")] = None,
+    equal: Annotated[
+        list[str] | None, typer.Option(help="layer.*.attention,layer.*.mlp: one degree for all; may be repeated.")
+    ] = None,
+    max_degrees: Annotated[int | None, typer.Option(min=1, help="Most distinct degrees in the plan.")] = None,
+    stages: Annotated[str | None, typer.Option(help="Layers of each stage, e.g. 0-15,16-31.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds; then the best so far, with its gap.")] = 60.0,
     top_k: Annotated[int, typer.Option(min=0, max=50, help="Other plans to list.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -39,6 +56,7 @@ def plan(
     import json
     import shlex
 
+    from planner.constraints import Constraints
     from planner.start import start_plan
     from reports.plan import as_json as to_json
     from reports.plan import render
@@ -55,6 +73,9 @@ def plan(
         freedom=freedom,
         time_limit_seconds=time_limit,
         top_k=top_k,
+        engine=engine,
+        constraints=Constraints(tuple(pin or ()), tuple(forbid or ()), tuple(equal or ()), max_degrees, stages),
+        slowdown=max_slowdown / 100.0,
         command=shlex.join(["plait", *sys.argv[1:]]),
     )
     if out is not None:

@@ -64,7 +64,9 @@ def _rejected(searcher: Searcher, name: str, num_stages: int, num_ranks: int, me
     grids = [g for g in searcher.grids if (g.num_stages, g.num_ranks) == (num_stages, num_ranks)]
     needs = [least for least in (least_memory(searcher.chain, grid, searcher.source) for grid in grids) if least]
     if not needs:
-        reason, needed = "does not divide the ranks, the global batch or a module", None
+        constrained = searcher.rules.by_module and not grids
+        reason = "does not divide the ranks, the global batch or a module"
+        reason, needed = reason + ", or the constraints rule it out" if constrained else reason, None
     else:
         needed = round(min(least.total_bytes for least in needs))
         quick = (

@@ -81,6 +81,19 @@ def goodput_rung(fastest: Prediction, chosen: Prediction, layout: Layout) -> Lad
     )
 
 
+def memory_rung(fastest: Prediction, chosen: Prediction, layout: Layout) -> LadderRung:
+    """The rung above the fastest layout: the one that needs least memory and is nearly as fast."""
+    less = 1.0 - chosen.peak_memory_bytes / fastest.peak_memory_bytes
+    slower = chosen.step_time_seconds / fastest.step_time_seconds - 1.0
+    return LadderRung(
+        freedom="+ memory objective",
+        step_time_seconds=chosen.step_time_seconds,
+        gain_over_previous=-slower if slower > 0.0 else 0.0,
+        layout=describe(layout),
+        reason=f"fills {100.0 * less:.1f} % less memory" if less >= NOTHING else "the fastest fills least",
+    )
+
+
 def _reason(rung: Rung, gain: float | None) -> str:
     if rung.layout is None:
         return "nothing of this kind fits"

@@ -7,6 +7,7 @@ of the whole space.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -99,6 +100,12 @@ class Searcher:
         self._quick: dict[tuple[int, int, bool], float] = {}
         # Step seconds that no layout of a grid point beats, as far as searches of a freedom have shown.
         self._known: dict[tuple[Freedom, Grid], float] = {}
+
+    def within(self, capacity: float) -> Searcher:
+        """The same problem in other bytes per rank; costs are not asked for again."""
+        other = copy.copy(self)
+        other.capacity, other._discarded, other._known = capacity, {}, {}
+        return other
 
     def search(
         self, freedom: Freedom, incumbent: Incumbent, *, deadline: float, tolerance: float = TOLERANCE

@@ -9,12 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cost_models.interface import CostModel
-from cost_models.sources import device_costs, measured_costs
+from cost_models.sources import device_costs, measured_costs, survivors_costs
 from cost_models.step import price
+from planner.constraints import Constraints
 from planner.contingency import contingencies
 from planner.explain import Explanation, explain
-from planner.make import CostMaker, Problem, make_plan
-from planner.search import Freedom
+from planner.make import make_plan
+from planner.problem import CostMaker, Problem
+from planner.search import Engine, Freedom
 from specs.base import load_document
 from specs.cluster import ClusterSpec, Precision
 from specs.errors import BadInputError
@@ -69,6 +71,9 @@ def start_plan(
     time_limit_seconds: float,
     top_k: int,
     command: str,
+    engine: Engine = "dp",
+    constraints: Constraints | None = None,
+    slowdown: float = 0.05,
 ) -> Plan:
     """Read the inputs and plan.  Raises `BadInputError`, `NoPlanFitsError` and `TimeLimitError`."""
     spec = load_model(model)
@@ -96,6 +101,7 @@ def start_plan(
         training=training,
         provenance=_provenance(command, inputs),
         memory_cap_bytes=None if memory_cap is None else parse_bytes(memory_cap),
+        constraints=constraints or Constraints(),
     )
     make_costs = costs_from(profile)
     found = make_plan(
@@ -103,12 +109,14 @@ def start_plan(
         make_costs,
         objective=objective,
         freedom=freedom,
+        engine=engine,
+        slowdown=slowdown,
         time_limit_seconds=time_limit_seconds,
         top_k=top_k,
     )
     assert found.certificate is not None, "make_plan certifies"
     ahead = contingencies(
-        found, make_costs(machine, training), time_limit_seconds=AHEAD_SHARE * found.certificate.seconds
+        found, survivors_costs(profile, training, machine), time_limit_seconds=AHEAD_SHARE * found.certificate.seconds
     )
     return found.with_results(contingencies=ahead)
 

@@ -227,10 +227,15 @@ def _certificate(plan: Plan) -> Text:
     found = plan.certificate
     assert found is not None
     pruned = ", ".join(f"{number} by {cause}" for cause, number in found.pruned.items())
-    most = rate(plan.training.tokens_per_step / found.bound, "tokens")
-    limit = f"is faster than {seconds(found.bound)}" if found.objective == "step-time" else f"delivers more than {most}"
+    limit = {
+        "step-time": f"is faster than {seconds(found.bound)}",
+        "memory": f"that is as fast needs less than {num_bytes(round(found.bound))}",
+    }.get(found.objective)
+    if limit is None:
+        limit = f"delivers more than {rate(plan.training.tokens_per_step / found.bound, 'tokens')}"
+    with_them = f" with {', '.join(found.constraints)}" if found.constraints else ""
+    work = f"{found.nodes} nodes of branch and bound" if found.engine == "ilp" else f"{found.labels} stages solved"
     return Text(
-        f"{found.status}: no layout of these freedoms {limit} "
-        f"(gap {100.0 * found.gap:.3f} %); {found.evaluated} layouts priced, {found.labels} stages solved, "
-        f"pruned {pruned or 'nothing'}; {seconds(found.seconds)}"
+        f"{found.status}: no layout of these freedoms{with_them} {limit} (gap {100.0 * found.gap:.3f} %); "
+        f"{found.evaluated} layouts priced, {work}, pruned {pruned or 'nothing'}; {seconds(found.seconds)}"
     )
