@@ -34,14 +34,31 @@ def train(
     backend: Annotated[
         Literal["gloo", "nccl"] | None, typer.Option(help="Default: nccl where a GPU is, else gloo.")
     ] = None,
+    on_loss: Annotated[
+        Literal["shrink", "restart", "stop"] | None,
+        typer.Option(help="A worker is lost: go on with the devices left (default), start it again, or end the run."),
+    ] = None,
+    return_after: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds after which a lost device is tried again (never).")
+    ] = None,
+    hang_seconds: Annotated[
+        float | None, typer.Option(min=1, help="Without progress beyond 5 median steps: a worker hangs (30).")
+    ] = None,
+    rebalance: Annotated[
+        bool | None, typer.Option("--rebalance/--no-rebalance", help="Give a persistently slow device less work.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Prices the ways on after a loss; without one, shipped device data does.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint in --out.")] = False,
 ) -> None:
     """Train a model with a plan, on this node or as one worker of torchrun.
 
+    A worker that dies or hangs does not end the run: training goes on with the devices that are left.
     Ctrl-C finishes the step, saves a checkpoint and ends; the same command with --resume continues the same losses.
     On several nodes: torchrun --nnodes N --nproc-per-node 8 ... -m cli train plan.json --out RUN
     """
-    from executor.start import start_run
+    from recovery.start import start_run
 
     given = {
         "data": data,
@@ -56,5 +73,10 @@ def train(
         "keep_checkpoints": keep_checkpoints,
         "evaluate_every": evaluate_every,
         "backend": backend,
+        "on_loss": on_loss,
+        "return_after_seconds": return_after,
+        "hang_seconds": hang_seconds,
+        "rebalance": rebalance,
+        "profile": None if profile is None else profile.resolve(),
     }
     start_run(plan, out, given, resume=resume)

@@ -26,6 +26,11 @@ class Clock:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._laps: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
+    @property
+    def current(self) -> str:
+        """The innermost open term."""
+        return self._term
+
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:
             return time.perf_counter()

@@ -47,12 +47,8 @@ def choose_backend(backend: str | None) -> str:
     return backend or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
-@contextmanager
-def process_group(backend: str, timeout_seconds: float) -> Iterator[torch.device]:
-    """Join the group named by torchrun's environment variables; gives this process's device.
-
-    After an error the group is left as it is: closing it could wait for peers, and would make them fail first.
-    """
+def open_device(backend: str) -> torch.device:
+    """This process's device, by LOCAL_RANK.  Raises `BadInputError` when the node has no GPU of that number."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if backend == "nccl":
         if local_rank >= torch.cuda.device_count():
@@ -65,6 +61,16 @@ def process_group(backend: str, timeout_seconds: float) -> Iterator[torch.device
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return device
+
+
+@contextmanager
+def process_group(backend: str, timeout_seconds: float) -> Iterator[torch.device]:
+    """Join the group named by torchrun's environment variables; gives this process's device.
+
+    After an error the group is left as it is: closing it could wait for peers, and would make them fail first.
+    """
+    device = open_device(backend)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     yield device
     dist.barrier()  # rank 0 holds the store: it must not leave while others still talk to it

@@ -120,9 +120,14 @@ def _kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def end_with_parent() -> None:
     """Called by a worker: the kernel ends it when its launcher dies, however that happens (Linux)."""
+    signal_with_parent(signal.SIGKILL)
+
+
+def signal_with_parent(signum: signal.Signals) -> None:
+    """Called by a worker: the kernel sends it `signum` when its parent dies (Linux)."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signum)
 
 
 def report_error(error: PlaitError) -> None:

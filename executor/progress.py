@@ -9,14 +9,16 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specs.runlog import EvaluationRecord, Record, StepRecord
+
 LINES_PER_RUN = 10  # where no terminal is
 
 
 class TrainingProgress:
     """step, loss, tokens/s, time left."""
 
-    def __init__(self, done: int, last: int, tokens_per_step: int, *, enabled: bool) -> None:
-        self._last, self._tokens_per_step, self._enabled = last, tokens_per_step, enabled
+    def __init__(self, done: int, last: int, *, enabled: bool) -> None:
+        self._last, self._enabled = last, enabled
         self._console = Console(stderr=True)
         self._every = max(1, (last - done) // LINES_PER_RUN)
         self._previous = time.monotonic()
@@ -44,26 +46,33 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self, step: int, loss: float) -> None:
-        """A step is done."""
+    def record(self, record: Record) -> None:
+        """Show what a record of the log says, if it is of interest here."""
+        match record:
+            case StepRecord():
+                self._step(record.step, record.loss, record.tokens)
+            case EvaluationRecord():
+                self.note(f"step {record.step}: held-out loss {record.loss:.4f}")
+
+    def _step(self, step: int, loss: float, tokens: int) -> None:
         now = time.monotonic()
-        rate = self._tokens_per_step / max(now - self._previous, 1e-9)
+        rate = tokens / max(now - self._previous, 1e-9)
         self._rate = rate if self._rate == 0.0 else 0.8 * self._rate + 0.2 * rate
         self._previous = now
         if self._bar is not None:
             self._bar.update(self._task, completed=step, loss=loss, rate=self._rate)
         elif self._enabled and (step % self._every == 0 or step == self._last):
-            left = (self._last - step) * self._tokens_per_step / self._rate
+            left = (self._last - step) * tokens / self._rate
             print(
                 f"step {step}/{self._last}  loss {loss:.4f}  {self._rate:,.0f} tokens/s  {left:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """A held-out loss."""
+    def note(self, text: str) -> None:
+        """A line of its own; what it took does not count as a slow step."""
         if self._bar is not None:
-            self._bar.console.print(f"step {step}: held-out loss {loss:.4f}")
+            self._bar.console.print(text, highlight=False, markup=False)
         elif self._enabled:
-            print(f"step {step}: held-out loss {loss:.4f}", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
         self._previous = time.monotonic()

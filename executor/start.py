@@ -1,17 +1,14 @@
-"""Begins or resumes a run: checks its folder, fixes its options, starts its workers.  No torch until a worker runs."""
+"""Makes a run's folder ready: checks it, fixes the options, writes plan and options.  No torch."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from executor.huggingface import MODEL_FOLDER, TOKENIZER, HuggingFaceWeights, keep_model_files
-from executor.launch import ERROR_FILE, run_workers
 from specs.base import first_problem, load_document
 from specs.errors import BadInputError
 from specs.options import OptimizerOptions, TrainOptions
@@ -19,38 +16,24 @@ from specs.plan import Plan
 from specs.tensors import num_parameters
 
 
-def start_run(plan_path: Path, out: Path, given: Mapping[str, object], *, resume: bool) -> None:
-    """Train `plan_path` in the folder `out`; `given` holds the options that the user named (None: not named).
+def prepare_run(
+    plan_path: Path, out: Path, given: Mapping[str, object], *, resume: bool, writes: bool
+) -> tuple[Plan, TrainOptions]:
+    """Plan and options of a run of `plan_path` in the folder `out`, which is made ready when `writes`.
 
-    A new run takes defaults for the rest, a resumed one what it was started with.  Under torchrun this process is
-    one worker; else one worker per rank is started here.  Raises `BadInputError` for a folder or plan that does not
-    fit, and whatever ended the workers.
+    `given` holds the options that the user named (None: not named); a new run takes defaults for the rest, a resumed
+    one what it was started with.  Raises `BadInputError` for a folder, plan or option that does not fit.
     """
     plan = load_document(Plan, plan_path, "plan")
     out = out.resolve()
-    under_torchrun = "RANK" in os.environ and ERROR_FILE not in os.environ
-    is_first = not under_torchrun or os.environ["RANK"] == "0"
     if resume and given.get("initial_weights") is not None:
         raise BadInputError("--from starts a new run, --resume goes on from a checkpoint. Give one of them.")
     options = _options(out, given, resume=resume)
     if options.initial_weights is not None and not resume:
         options = _with_model_folder(plan, options)
-    if is_first:
+    if writes:
         _write_folder(plan, options)
-    if under_torchrun:
-        from executor.device import leave
-        from executor.train import run_worker
-
-        run_worker(plan, options)
-        leave()
-    print(
-        f"training {plan.model.name} on {plan.world_size} ranks of this machine, "
-        f"{options.optimizer.num_steps} steps of {plan.training.tokens_per_step:,} tokens, in {out}",
-        file=sys.stderr,
-        flush=True,
-    )
-    after_crash = "The same command with --resume continues from the last checkpoint."
-    run_workers(["executor.train", str(out)], plan.world_size, after_crash=after_crash)
+    return plan, options
 
 
 def _options(out: Path, given: Mapping[str, object], *, resume: bool) -> TrainOptions:

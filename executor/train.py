@@ -1,6 +1,6 @@
-"""Training with a plan: what every worker runs.
+"""Training with a plan: the loop that every worker runs, and its frame for workers of torchrun.
 
-`plait train` starts one per rank on this node; under torchrun the same command is the worker itself.
+Workers of `plait train` have a supervisor; theirs is in executor/member.py.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from executor.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from executor.data import Samples, prepare
-from executor.device import choose_backend, device_name, leave, process_group, versions
+from executor.device import choose_backend, device_name, process_group, versions
 from executor.engine import Batch, Engine, StepResult, mean_terms
 from executor.huggingface import HuggingFaceWeights
-from executor.launch import STARTED, end_with_parent, report_error
+from executor.launch import STARTED
 from executor.ledger import Ledger, RunLog
-from executor.memory import measure_step
+from executor.memory import MemoryReading, measure_step
 from executor.optimizer import learning_rate
 from executor.progress import TrainingProgress
-from specs.base import load_document
 from specs.errors import BadInputError, PlaitError
 from specs.options import TrainOptions
 from specs.plan import Plan
@@ -35,6 +34,7 @@ from specs.runlog import (
     EndRecord,
     EvaluationRecord,
     MemoryRecord,
+    Record,
     StartRecord,
     StepRecord,
 )
@@ -52,18 +52,15 @@ def run_worker(plan: Plan, options: TrainOptions) -> None:
     with process_group(backend, options.timeout_seconds) as device, _stop_signal() as stop:
         ledger.add("accelerator_initialization", time.time() - begin)
         with ledger.bucket("training_preparation"):
-            data = options.out / "data"
-            _on_rank_zero(
-                lambda: prepare(
-                    options.data,
-                    data,
-                    vocab=plan.model.vocab,
-                    seq_len=plan.training.seq_len,
-                    tokenizer=options.tokenizer,
-                )
-            )
+            prepare_data(plan, options)
             engine = Engine(plan, options.optimizer, device=device, seed=options.seed)
-        Run(plan, options, engine, ledger, backend, stop).train()
+        done = restore(engine, options, ledger)
+        with _Diary(options, ledger, stop, done) as diary:
+            if dist.get_rank() == 0:
+                diary.record(start_record(plan, options, engine.device, done, ledger))
+            run = Run(plan, options, engine, ledger, diary, stride=plan.training.global_batch)
+            step, reason = run.train(done, evaluated=done, saved=done, measure_memory=True)
+            diary.end(step, reason)
 
 
 def check_machine(plan: Plan, world_size: int) -> None:
@@ -96,6 +93,52 @@ def _stop_signal() -> Iterator[list[bool]]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def prepare_data(plan: Plan, options: TrainOptions) -> None:
+    """Tokenise the corpus on rank 0, unless that is done already; a collective."""
+    _on_rank_zero(
+        lambda: prepare(
+            options.data,
+            options.out / "data",
+            vocab=plan.model.vocab,
+            seq_len=plan.training.seq_len,
+            tokenizer=options.tokenizer,
+        )
+    )
+
+
+def restore(engine: Engine, options: TrainOptions, ledger: Ledger) -> int:
+    """Load the newest sound checkpoint, else the imported weights, else keep the drawn ones; gives the steps done."""
+    found = find_checkpoint(options.out / "checkpoints")
+    if found is None:
+        if options.initial_weights is not None:
+            with ledger.bucket("checkpoint_restore"):
+                weights = HuggingFaceWeights(options.initial_weights)
+                weights.check_model(engine.plan.model, "the plan")
+                engine.set_weights(weights.read_elements)
+        return 0
+    place, manifest, refused = found
+    if dist.get_rank() == 0:
+        for message in refused:
+            print(f"plait: {message} The one before it is used.", file=sys.stderr)
+    with ledger.bucket("checkpoint_restore"):
+        load_checkpoint(engine, place, manifest)
+    return manifest.step
+
+
+def start_record(plan: Plan, options: TrainOptions, device: torch.device, done: int, ledger: Ledger) -> StartRecord:
+    """What a log begins with."""
+    return StartRecord(
+        time=time.time(),
+        step=done,
+        plan_sha256=plan.sha256(),
+        world_size=plan.world_size,
+        backend=choose_backend(options.backend),
+        device=device_name(device),
+        versions=versions(),
+        seconds=ledger.seconds(),
+    )
+
+
 def _on_rank_zero(work) -> None:  # type: ignore[no-untyped-def]
     """Run on rank 0; its `PlaitError` is raised on every rank, so that nobody waits for ever."""
     problem: list[PlaitError | None] = [None]
@@ -109,43 +152,60 @@ def _on_rank_zero(work) -> None:  # type: ignore[no-untyped-def]
         raise problem[0]
 
 
-class Run:
-    """One process's part in a run."""
+class Outlet(Protocol):
+    """Where a worker's run goes to, and where its flags come from."""
 
-    def __init__(
-        self, plan: Plan, options: TrainOptions, engine: Engine, ledger: Ledger, backend: str, stop: list[bool]
-    ) -> None:
-        self._plan, self._options, self._engine, self._ledger, self._stop = plan, options, engine, ledger, stop
-        self._backend = backend
-        self._is_first = dist.get_rank() == 0
-        self._log = RunLog(options.out / "log.jsonl") if self._is_first else None
-        shape = {"seq_len": plan.training.seq_len, "global_batch": plan.training.global_batch}
-        self._train_data = Samples(options.out / "data" / "train.npy", seed=options.seed, **shape)
-        self._held_out = Samples(options.out / "data" / "held_out.npy", seed=options.seed, **shape)
-        self._checkpoints = options.out / "checkpoints"
+    def phase(self, name: Literal["training", "evaluating", "saving"]) -> None:
+        """What begins now."""
 
-    def train(self) -> None:
-        """From the newest sound checkpoint, or from the start, to the last step."""
-        done = self._restore()
-        last = self._options.optimizer.num_steps
-        self._write_start(done)
-        step, reason, saved = done, "finished", done
-        with TrainingProgress(done, last, self._plan.training.tokens_per_step, enabled=self._is_first) as progress:
-            for step in range(done + 1, last + 1):
-                result = self._step(step, first=step == done + 1, warm_up=step <= done + WARM_UP_STEPS)
-                progress.step(step, result.loss)
-                stopping = result.flags > 0
-                every = self._options.evaluate_every
-                if (every and step % every == 0) or (step == last and not stopping):
-                    progress.evaluation(step, self._evaluate(step))
-                every = self._options.checkpoint_every
-                if (every and step % every == 0) or step == last or stopping:
-                    self._save(step)
-                    saved = step
-                if stopping:
-                    reason = "interrupted"
-                    break
-        assert saved == step, "the last step is always saved"
+    def record(self, record: Record) -> None:
+        """For the run log; called on every rank, one of them writes it."""
+
+    def step_done(self, step: int, result: StepResult) -> None:
+        """A step is taken on this rank."""
+
+    def flag(self) -> float:
+        """Above 0: this rank asks all to halt at the end of the step that begins."""
+
+    def at_flag(self, step: int) -> Literal["stop", "go on"]:
+        """All ranks halt after `step`, for some rank asked for it: what now?"""
+
+
+class _Diary:
+    """Outlet of a run without supervisor: rank 0 writes log and progress, SIGTERM is a clean stop."""
+
+    def __init__(self, options: TrainOptions, ledger: Ledger, stop: list[bool], done: int) -> None:
+        is_first = dist.get_rank() == 0
+        self._ledger, self._stop = ledger, stop
+        self._log = RunLog(options.out / "log.jsonl") if is_first else None
+        last = options.optimizer.num_steps
+        self._progress = TrainingProgress(done, last, enabled=is_first)
+
+    def __enter__(self) -> _Diary:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.__exit__(*error)  # type: ignore[arg-type]
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def record(self, record: Record) -> None:
+        if self._log is not None:
+            self._log.write(record)
+            self._progress.record(record)
+
+    def step_done(self, step: int, result: StepResult) -> None:
+        pass
+
+    def flag(self) -> float:
+        return float(self._stop[0])
+
+    def at_flag(self, step: int) -> Literal["stop", "go on"]:  # noqa: ARG002
+        return "stop"
+
+    def end(self, step: int, reason: str) -> None:
         if self._log is not None:
             wall = self._ledger.wall_seconds()
             self._log.write(
@@ -153,82 +213,104 @@ class Run:
             )
             self._log.close()
 
-    def _restore(self) -> int:
-        found = find_checkpoint(self._checkpoints)
-        if found is None:
-            if self._options.initial_weights is not None:
-                with self._ledger.bucket("checkpoint_restore"):
-                    weights = HuggingFaceWeights(self._options.initial_weights)
-                    weights.check_model(self._plan.model, "the plan")
-                    self._engine.set_weights(weights.read_elements)
-            return 0
-        place, manifest, refused = found
-        if self._is_first:
-            for message in refused:
-                print(f"plait: {message} The one before it is used.", file=sys.stderr)
-        with self._ledger.bucket("checkpoint_restore"):
-            load_checkpoint(self._engine, place, manifest)
-        return manifest.step
+
+class Run:
+    """One process's part in training under one plan.
+
+    `stride` is the number of samples by which the data advance each step: the global batch that the run was started
+    with, also where a plan for fewer devices takes fewer of them.
+    """
+
+    def __init__(
+        self, plan: Plan, options: TrainOptions, engine: Engine, ledger: Ledger, outlet: Outlet, *, stride: int
+    ) -> None:
+        self._plan, self._options, self._engine = plan, options, engine
+        self._ledger, self._outlet = ledger, outlet
+        shape = {"seq_len": plan.training.seq_len, "global_batch": stride}
+        self._train_data = Samples(options.out / "data" / "train.npy", seed=options.seed, **shape)
+        self._held_out = Samples(options.out / "data" / "held_out.npy", seed=options.seed, **shape)
+        self._checkpoints = options.out / "checkpoints"
+
+    def train(self, done: int, *, evaluated: int, saved: int, measure_memory: bool) -> tuple[int, str]:
+        """Steps after `done` to the last one, or until all are told to stop; gives the last step and the reason.
+
+        What a step is followed by is made up for first, where `done` is beyond what is evaluated and saved.
+        """
+        step, last = done, self._options.optimizer.num_steps
+        stopping = False
+        while True:
+            every = self._options.evaluate_every
+            if step > evaluated and ((every and step % every == 0) or (step == last and not stopping)):
+                self._evaluate(step)
+            every = self._options.checkpoint_every
+            if step > saved and ((every and step % every == 0) or step == last or stopping):
+                self._save(step)
+            if step >= last or stopping:
+                return step, "interrupted" if stopping else "finished"
+            step += 1
+            result = self._step(step, measure=measure_memory and step == done + 1, warm_up=step <= done + WARM_UP_STEPS)
+            stopping = result.flags > 0 and self._outlet.at_flag(step) == "stop"
 
     def _batch(self, samples: Samples, step: int) -> Batch:
         return lambda first, count: samples.sequences(step, first, count)
 
-    def _step(self, step: int, *, first: bool, warm_up: bool) -> StepResult:
-        flag = float(self._stop[0])
+    def _step(self, step: int, *, measure: bool, warm_up: bool) -> StepResult:
+        self._outlet.phase("training")
+        flag = self._outlet.flag()
+        readings: list[MemoryReading] = []
         with self._ledger.bucket("step"):
             batch = self._batch(self._train_data, step)
-            if first:
+            if measure:
                 with measure_step(self._engine) as readings:
                     result = self._engine.step(step, batch, flag=flag)
             else:
                 result = self._engine.step(step, batch, flag=flag)
+        self._outlet.step_done(step, result)
         terms = mean_terms(result.seconds)
-        if self._log is not None:
-            self._log.write(
-                StepRecord(
-                    time=time.time(),
-                    step=step,
-                    loss=result.loss,
-                    gradient_norm=result.gradient_norm,
-                    learning_rate=learning_rate(self._options.optimizer, step),
-                    tokens=self._plan.training.tokens_per_step,
-                    seconds=terms.total(),
-                    terms=terms,
-                    warm_up=warm_up,
-                )
+        self._outlet.record(
+            StepRecord(
+                time=time.time(),
+                step=step,
+                loss=result.loss,
+                gradient_norm=result.gradient_norm,
+                learning_rate=learning_rate(self._options.optimizer, step),
+                tokens=self._plan.training.tokens_per_step,
+                seconds=terms.total(),
+                terms=terms,
+                warm_up=warm_up,
             )
-        if first:
-            self._write_memory(readings[0])
+        )
+        for reading in readings:
+            self._write_memory(reading)
         return result
 
-    def _write_memory(self, reading) -> None:  # type: ignore[no-untyped-def]
+    def _write_memory(self, reading: MemoryReading) -> None:
         gathered = [reading] * dist.get_world_size()
         dist.all_gather_object(gathered, reading)
-        if self._log is not None:
-            ranks = sorted(rank for replica in self._plan.replicas for rank in replica.ranks)
-            by_rank = dict(zip(ranks, gathered, strict=True))
-            self._log.write(
-                MemoryRecord(
-                    method=reading.method,
-                    peak_bytes={rank: r.peak_bytes for rank, r in by_rank.items()},
-                    activation_bytes={rank: r.activation_bytes for rank, r in by_rank.items()},
-                    static_bytes={rank: r.static_bytes for rank, r in by_rank.items()},
-                )
+        ranks = sorted(rank for replica in self._plan.replicas for rank in replica.ranks)
+        by_rank = dict(zip(ranks, gathered, strict=True))
+        self._outlet.record(
+            MemoryRecord(
+                method=reading.method,
+                peak_bytes={rank: r.peak_bytes for rank, r in by_rank.items()},
+                activation_bytes={rank: r.activation_bytes for rank, r in by_rank.items()},
+                static_bytes={rank: r.static_bytes for rank, r in by_rank.items()},
             )
+        )
 
-    def _evaluate(self, step: int) -> float:
+    def _evaluate(self, step: int) -> None:
+        self._outlet.phase("evaluating")
         begin = time.time()
         batches = self._options.evaluation_batches
         with self._ledger.bucket("evaluation"):
             loss = sum(self._engine.evaluate(self._batch(self._held_out, i + 1)) for i in range(batches)) / batches
-        if self._log is not None:
-            tokens = batches * self._plan.training.tokens_per_step
-            self._log.write(
-                EvaluationRecord(time=time.time(), step=step, loss=loss, tokens=tokens, seconds=time.time() - begin)
-            )
-        return loss
+        tokens = batches * self._plan.training.tokens_per_step
+        self._outlet.record(
+            EvaluationRecord(time=time.time(), step=step, loss=loss, tokens=tokens, seconds=time.time() - begin)
+        )
 
     def _save(self, step: int) -> None:
+        self._outlet.phase("saving")
         begin = time.time()
         with self._ledger.bucket("checkpoint_save"):
             place, size = save_checkpoint(
@@ -238,42 +320,6 @@ class Run:
                 seed=self._options.seed,
                 keep=self._options.keep_checkpoints,
             )
-        if self._log is not None:
-            self._log.write(
-                CheckpointRecord(
-                    time=time.time(), step=step, path=str(place), size_bytes=size, seconds=time.time() - begin
-                )
-            )
-
-    def _write_start(self, done: int) -> None:
-        if self._log is not None:
-            self._log.write(
-                StartRecord(
-                    time=time.time(),
-                    step=done,
-                    plan_sha256=self._plan.sha256(),
-                    world_size=dist.get_world_size(),
-                    backend=self._backend,
-                    device=device_name(self._engine.device),
-                    versions=versions(),
-                    seconds=self._ledger.seconds(),
-                )
-            )
-
-
-def main() -> None:
-    """Worker process of the launcher: the run folder is the only argument."""
-    end_with_parent()
-    out = Path(sys.argv[1])
-    try:
-        run_worker(
-            load_document(Plan, out / "plan.json", "plan"), load_document(TrainOptions, out / "options.json", "options")
+        self._outlet.record(
+            CheckpointRecord(time=time.time(), step=step, path=str(place), size_bytes=size, seconds=time.time() - begin)
         )
-    except PlaitError as error:
-        report_error(error)
-        sys.exit(error.exit_code)
-    leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from specs.base import Document, Spec
 
 Backend = Literal["gloo", "nccl"]
+OnLoss = Literal["shrink", "restart", "stop"]
 
 
 class OptimizerOptions(Spec):
@@ -41,3 +42,9 @@ class TrainOptions(Document):
     evaluation_batches: PositiveInt = 4
     backend: Backend | None = None  # None: nccl where a GPU is, else gloo
     timeout_seconds: PositiveFloat = 600.0  # of a collective
+    on_loss: OnLoss = "shrink"  # a worker is lost: go on with the devices that are left, start it again, or stop
+    return_after_seconds: PositiveFloat | None = None  # try a lost device again after so long; None: never
+    hang_seconds: PositiveFloat = 30.0  # without progress, beyond five median steps: a worker hangs
+    replan_seconds: PositiveFloat = 10.0  # to look for a plan without the lost devices
+    profile: Path | None = None  # prices plans without the lost devices; None: shipped device data
+    rebalance: bool = False  # give a slow device less work

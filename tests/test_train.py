@@ -64,7 +64,7 @@ def _workers_of(run: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"executor.train" in words and os.fsencode(run) in words:
+        if b"executor.member" in words and os.fsencode(run) in words:
             found.append(int(entry.name))
     return found
 
@@ -131,6 +131,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left_behind(
 ) -> None:
     run = tmp_path / "run"
     arguments = (plan_path, "--out", run, "--data", corpus, "--steps", STEPS, "--checkpoint-every", 2)
+    arguments += ("--on-loss", "stop")
     process = subprocess.Popen(_command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _wait_for_step(run, 3, process)
     os.kill(_workers_of(run)[0], signal.SIGKILL)

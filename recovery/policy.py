@@ -1,0 +1,79 @@
+"""The way on: which plan trains without the devices that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from planner.contingency import replan
+from planner.start import costs_from, read_profile
+from specs.contingency import find_contingency, plan_after
+from specs.options import TrainOptions
+from specs.plan import Alternative, Plan
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan to go on with; `rejected` names the other ways, each with its reason."""
+
+    plan: Plan
+    policy: str
+    layout: str
+    rejected: tuple[str, ...] = ()
+
+
+# Gives the way on without some ranks of the run's plan, or raises a `PlaitError` that says why there is none.
+WayOn = Callable[[frozenset[int]], Way]
+
+
+class Policy:
+    """Of one run: what was solved with the plan is looked up, everything else is solved when it happens."""
+
+    def __init__(self, plan: Plan, options: TrainOptions) -> None:
+        self._plan = plan
+        self._profile = read_profile(options.profile)
+        self._seconds = options.replan_seconds
+
+    def way_on(self, lost: frozenset[int]) -> Way:
+        """Without these devices.  Raises `NoPlanFitsError` or `TimeLimitError` when there is no way."""
+        used = sorted(lost.intersection(ranks_of(self._plan)))
+        if not used:
+            return Way(self._plan, "as planned", "")
+        known = find_contingency(self._plan, used[0]) if len(lost) == 1 else None
+        if known is not None:
+            plan = plan_after(self._plan, known, used[0])
+            return Way(plan, known.policy, known.layout, _rejected(known.alternatives))
+        missing = tuple(sorted({*self._plan.cluster.missing, *lost.difference(used)}))  # spares that are lost too
+        plan = self._plan.model_copy(update={"cluster": self._plan.cluster.model_copy(update={"missing": missing})})
+        costs = costs_from(self._profile)(plan.cluster, plan.training)
+        solved = replan(plan, costs, used, time_limit_seconds=self._seconds)
+        return Way(plan_after(plan, solved), solved.policy, solved.layout, _rejected(solved.alternatives))
+
+
+def _rejected(alternatives: Iterable[Alternative]) -> tuple[str, ...]:
+    return tuple(f"{alternative.layout}: {alternative.reason}" for alternative in alternatives)
+
+
+def ranks_of(plan: Plan) -> tuple[int, ...]:
+    """Ranks that a plan uses, ascending: their order is that of process numbers."""
+    return tuple(sorted(rank for replica in plan.replicas for rank in replica.ranks))
+
+
+def peers(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """For each rank those that have the same work: of the same stage of any replica with the same share."""
+    by_work: dict[tuple[int, int, int], list[int]] = {}
+    for replica in plan.replicas:
+        pipeline = plan.pipelines[replica.pipeline]
+        starts = pipeline.stage_starts()
+        for stage in range(len(pipeline.stages)):
+            work = (replica.pipeline, stage, replica.sequences)
+            by_work.setdefault(work, []).extend(replica.ranks[starts[stage] : starts[stage + 1]])
+    return {rank: tuple(ranks) for ranks in by_work.values() for rank in ranks}
+
+
+def words(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 1 and 4`."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,442 @@
+"""One run, whatever happens to its workers: form a generation, watch it, and go on with another when it breaks.
+
+    form -> watch -> end
+     ^        |  a worker is lost, hangs, comes back
+     +- choose <- leave
+
+Workers that live leave their collectives and keep their state; the way on is looked up or solved; the next generation
+is formed of them, and of processes that are started anew.  Losses during any of this are handled alike.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from executor.launch import GRACE_SECONDS, WorkerError
+from executor.messages import (
+    Continue,
+    End,
+    Failed,
+    Finished,
+    Form,
+    Formed,
+    Halted,
+    Injected,
+    Leave,
+    Logged,
+    Pause,
+    Paused,
+    Phase,
+    Ping,
+    Report,
+    StepDone,
+    Store,
+    StoreOpen,
+    Totals,
+)
+from recovery.incident import Incident
+from recovery.log import SupervisorLog
+from recovery.policy import Way, WayOn, peers, ranks_of, words
+from recovery.watch import Patience, Slowness, suspects
+from recovery.workers import Lost, Workers
+from specs.errors import BadInputError, PlaitError
+from specs.faults import Fault
+from specs.options import TrainOptions
+from specs.plan import Plan
+from specs.runlog import StepRecord
+
+PING_SECONDS = 1.0
+LEAVE_SECONDS = 10.0  # beyond two steps: to get out of collectives; who cannot is started again
+END_SECONDS = 5.0  # for workers to end when nothing is left to do
+AFTER_CRASH = "The same command with --resume continues from the last checkpoint."
+MAX_BREAKS = 5  # generations in a row that break without a step
+
+
+class _BrokenError(Exception):
+    """The generation cannot go on as it is: members are lost, stand still, or are to change."""
+
+
+class Supervisor:
+    """Of one run on one node.  `returns`: drills, ranks that come back once a step is done."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: TrainOptions,
+        way_on: WayOn,
+        *,
+        started: float,
+        faults: Iterable[Fault] = (),
+        returns: Mapping[int, int] | None = None,
+    ) -> None:
+        self._options, self._way_on, self._original = options, way_on, plan
+        self._way = Way(plan, "as planned", "")
+        self._faults, self._returns = list(faults), dict(returns or {})
+        self._workers = Workers(["executor.member", str(options.out)], plan.cluster.num_devices)
+        self._log = SupervisorLog(options, started)
+        self._patience = Patience(options.hang_seconds)
+        self._generation = -1
+        self._members: tuple[int, ...] = ()
+        self._speaker: int | None = None
+        self._formed: dict[int, Formed] = {}
+        self._halted: dict[int, Halted] = {}
+        self._paused: set[int] = set()
+        self._finished: dict[int, Finished] = {}
+        self._is_pausing = False
+        self._broken = ""  # why the generation cannot go on
+        self._lost: dict[int, str] = {}  # devices that are not used, with the cause
+        self._retry_at: dict[int, float] = {}  # when a lost device is tried again, monotonic
+        self._totals: Totals | None = None
+        self._incident: Incident | None = None
+        self._injected: float | None = None  # time of a drill's fault that is not discovered yet
+        self._crashed_after: list[int] = []  # steps after which a worker ended of an exception
+        self._breaks = 0
+        self._was_formed = False
+        self._redone = 0  # steps that are trained again since the last interruption
+        self._stop_asked = 0
+        self._stop_by = float("inf")
+        self._pinged = 0.0
+        self._slowness = Slowness({})
+        self._slow: dict[int, float] = {}
+
+    # ---- the run
+
+    def run(self) -> None:
+        """Train to the end.  Raises what ended the run early; `KeyboardInterrupt` after a clean stop."""
+        handlers = {name: signal.signal(name, self._ask_to_stop) for name in (signal.SIGINT, signal.SIGTERM)}
+        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_to_retry)
+        try:
+            with self._log:
+                self._train()
+        finally:
+            self._workers.close()
+            for name, handler in handlers.items():
+                signal.signal(name, handler)
+        if self._stop_asked:
+            raise KeyboardInterrupt
+
+    def _ask_to_stop(self, signum: int, frame: object) -> None:  # noqa: ARG002
+        """The first time: at the next step boundary.  Before there was a step, and the second time: at once."""
+        self._stop_asked += 1
+        self._stop_by = time.monotonic() + GRACE_SECONDS
+        if self._stop_asked > 1 or not self._was_formed:
+            raise KeyboardInterrupt
+
+    def _ask_to_retry(self, signum: int, frame: object) -> None:  # noqa: ARG002
+        """Lost devices are said to be back."""
+        self._retry_at = dict.fromkeys(self._lost, 0.0)
+
+    def _train(self) -> None:
+        while True:
+            try:
+                self._form()
+                self._watch()
+                return self._end()
+            except _BrokenError:
+                self._leave()
+                self._choose()
+
+    # ---- hearing
+
+    def _events(self) -> list[tuple[int, Report]]:
+        """What members report and the callers care for; all else is done here."""
+        reports = []
+        for rank, event in self._workers.events(0.05):
+            if isinstance(event, Lost):
+                self._lose(event)
+            elif not self._take(rank, event):
+                reports.append((rank, event))
+        now = time.monotonic()
+        if now - self._pinged > PING_SECONDS:
+            self._pinged = now
+            for rank in self._workers.ranks:
+                self._workers.send(rank, Ping())
+        if now > self._stop_by:
+            raise KeyboardInterrupt
+        return reports
+
+    def _take(self, rank: int, report: Report) -> bool:
+        is_member = rank in self._members
+        match report:
+            case Failed():
+                error = BadInputError(report.message)
+                error.exit_code = report.exit_code
+                raise error
+            case Logged() if is_member:
+                if isinstance(report.record, StepRecord):
+                    self._patience.step(report.record.seconds)
+                    if self._is_formed:
+                        self._breaks = 0
+                        self._close_incident()
+                self._log.take(report)
+            case Injected():
+                self._faults.remove(report.fault)
+                self._injected = report.time
+            case Phase() if is_member:
+                self._patience.progress(report.name)
+                if report.name == "loading" and self._incident is not None and rank == self._speaker:
+                    self._incident.enter("state_transfer")
+            case StepDone() if is_member:
+                self._patience.progress()
+                self._slowness.step(report.step, rank, report.busy_seconds)
+            case Halted() if report.generation == self._generation:
+                self._halted[rank] = report
+                self._break(f"worker {rank}: {report.cause}")
+            case Paused() if is_member:
+                self._paused.add(rank)
+            case Finished() if is_member:
+                self._finished[rank] = report
+            case _:
+                return False
+        return True
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+
+    def _lose(self, lost: Lost, detection: float | None = None) -> None:
+        """A worker is gone; `detection`: seconds from the fault to now, where it is known."""
+        if lost.crashed:
+            self._crashed_after.append(self._log.step)
+            if self._crashed_after.count(self._log.step) > 1:
+                raise WorkerError(
+                    f"worker {lost.rank} {lost.cause} in the step after {self._log.step}, as another did before: it is "
+                    f"not the device. What they had to say is above. {AFTER_CRASH}"
+                )
+        if self._options.on_loss == "stop":
+            raise WorkerError(
+                f"worker {lost.rank} {lost.cause}; the other workers were ended. What it had to say is above. "
+                f"{AFTER_CRASH}"
+            )
+        self._lost[lost.rank] = lost.cause
+        if self._options.return_after_seconds is not None:
+            self._retry_at[lost.rank] = time.monotonic() + self._options.return_after_seconds
+        self._finished.pop(lost.rank, None)
+        if lost.rank in self._members:
+            if detection is None:
+                detection = 0.0 if self._injected is None else time.time() - self._injected
+            self._injected = None
+            self._open_incident(detection).lost[lost.rank] = lost.cause
+            self._break(f"lost {words([lost.rank])}")
+
+    def _open_incident(self, detection: float = 0.0) -> Incident:
+        if self._incident is None:
+            since = time.monotonic() - self._log.step_time if self._was_formed else 0.0
+            self._incident = Incident(since_step=since, detection=detection)
+        return self._incident
+
+    def _close_incident(self) -> None:
+        """Training goes on: the first step of the new generation is there."""
+        if self._incident is None:
+            return
+        formed = self._formed[self._members[0]]
+        record = self._incident.record(
+            generation=self._generation,
+            step=formed.step,
+            redone_steps=self._redone,
+            way=self._way,
+            full_batch=self._original.training.global_batch,
+            source=formed.source,
+            missing=formed.missing,
+        )
+        self._log.incident(record, self._incident.by_bucket(), self._original.training.global_batch)
+        self._incident = None
+
+    # ---- forming
+
+    def _form(self) -> None:
+        """Start what is missing, give everyone the plan, wait until all are ready."""
+        plan = self._way.plan
+        self._generation += 1
+        self._members = ranks_of(plan)
+        self._formed, self._halted, self._paused, self._finished = {}, {}, set(), {}
+        self._broken, self._is_pausing = "", False
+        self._patience.progress("forming")
+        for rank in self._members:
+            if rank not in self._workers.ranks:
+                self._workers.start(rank)
+        self._until(lambda: all(self._workers.is_ready(rank) for rank in self._members))
+        if self._generation == 0:
+            self._log.account.add("program_startup", self._log.account.wall_seconds)
+        path = self._options.out / "plan.json"
+        if self._generation:
+            path = self._options.out / "generations" / f"plan-{self._generation:04d}.json"
+            plan.save(path)
+        speaker = self._speaker if self._speaker in self._members else self._members[0]
+        self._speaker = speaker
+        for rank in self._members:
+            self._workers.send(
+                rank,
+                Form(
+                    generation=self._generation,
+                    plan=str(path),
+                    members=self._members,
+                    hosts_store=rank == self._members[0],
+                    reports=rank == speaker,
+                    totals=self._totals,
+                    logged=self._log.step,
+                    evaluated=self._log.evaluated,
+                    saved=self._log.saved,
+                    faults=tuple(fault for fault in self._faults if fault.rank == rank),
+                ),
+            )
+        self._until(lambda: len(self._formed) == len(self._members))
+        self._was_formed = True
+        self._totals = None
+        self._redone = self._log.rewind(self._formed[self._members[0]].step)
+        self._slowness = Slowness(peers(plan))
+        self._patience.progress("training")
+        if self._incident is not None:
+            self._incident.enter("first_step")
+
+    @property
+    def _is_formed(self) -> bool:
+        return len(self._formed) == len(self._members) > 0
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self._tick()
+
+    def _tick(self) -> None:
+        """Hear what there is to hear.  Raises `_BrokenError` when the generation cannot go on."""
+        for rank, report in self._events():
+            self._hear(rank, report)
+        self._look_for_hangs()
+        if self._broken:
+            raise _BrokenError
+
+    def _hear(self, rank: int, report: Report) -> None:
+        if isinstance(report, StoreOpen) and report.generation == self._generation:
+            store = Store(generation=report.generation, host=report.host, port=report.port)
+            for member in self._members:
+                self._workers.send(member, store)
+        elif isinstance(report, Formed) and report.generation == self._generation:
+            self._formed[rank] = report
+
+    # ---- watching
+
+    def _watch(self) -> None:
+        """Until everyone has finished."""
+        while len(self._finished) < len(self._members):
+            self._tick()
+            self._look_for_slow_ranks()
+            self._call_back()
+            wanted = self._stop_asked or any(self._workers.is_ready(rank) for rank in self._lost)
+            if wanted and not self._is_pausing:
+                self._is_pausing = True
+                for rank in self._members:
+                    self._workers.send(rank, Pause())
+            if len(self._paused) == len(self._members):
+                self._after_pause()
+
+    def _after_pause(self) -> None:
+        """All members stand at the end of the same step."""
+        self._paused.clear()
+        self._is_pausing = False
+        back = {rank for rank in self._lost if self._workers.is_ready(rank)}
+        if back and not self._stop_asked:
+            self._open_incident().returned |= back
+            for rank in back:
+                del self._lost[rank]
+            self._break(f"{words(back)} is back")
+            return
+        for rank in self._members:
+            self._workers.send(rank, Continue(stop=bool(self._stop_asked)))
+
+    def _call_back(self) -> None:
+        """Start workers on lost devices whose time has come; training goes on until they are ready."""
+        due = {rank for rank, at in self._retry_at.items() if time.monotonic() >= at}
+        due |= {rank for rank, step in self._returns.items() if rank in self._lost and self._log.step >= step}
+        for rank in due:
+            self._retry_at.pop(rank, None)
+            self._returns.pop(rank, None)
+            if rank in self._lost and rank not in self._workers.ranks:
+                self._workers.start(rank)
+
+    def _look_for_hangs(self) -> None:
+        """End members that the others wait for in vain; they are lost then."""
+        active = [r for r in self._members if r not in self._paused | set(self._finished) and self._workers.is_ready(r)]
+        silent = {rank: time.monotonic() - self._workers.worker(rank).heard for rank in active}
+        over = self._patience.is_over
+        if not over and max(silent.values(), default=0.0) < self._patience.silence:
+            return
+        waited = self._patience.waited
+        found = suspects(active, silent, {rank: self._workers.worker(rank).pong for rank in active}, stalled=over)
+        for suspect in found:
+            lost = self._workers.kill(suspect.rank, suspect.cause)
+            self._lose(lost, detection=max(0.0, waited - self._patience.median))
+        if not found:
+            self._open_incident()
+            self._break("all members wait for each other")
+
+    def _look_for_slow_ranks(self) -> None:
+        for rank, factor in self._slowness.slow_ranks().items():
+            if rank not in self._slow:
+                self._slow[rank] = factor
+                self._log.slow(rank, factor)
+
+    # ---- going on
+
+    def _leave(self) -> None:
+        """Get everyone who lives out of the generation's collectives; who cannot is started again."""
+        self._open_incident().enter("reforming")
+        self._log.account.close_generation()
+        self._breaks += 1
+        if self._breaks > MAX_BREAKS:
+            raise WorkerError(f"{MAX_BREAKS} times in a row no step was reached ({self._broken}). {AFTER_CRASH}")
+        for rank in self._workers.ranks:
+            self._workers.send(rank, Leave(generation=self._generation))
+        deadline = time.monotonic() + LEAVE_SECONDS + 2 * self._patience.median
+
+        def inside() -> list[int]:
+            return [r for r in self._members if self._workers.is_ready(r) and r not in self._halted]
+
+        while inside() and time.monotonic() < deadline:
+            self._events()
+        for rank in inside():
+            pong = self._workers.worker(rank).pong
+            self._log.note(
+                f"rank {rank} did not get out of {pong.where if pong else 'its start'}; it is started again."
+            )
+            self._workers.kill(rank, "could not leave its collectives")
+            self._open_incident().restarted.add(rank)
+        self._agree()
+
+    def _agree(self) -> None:
+        """One step for all: who has taken it tells the totals to those whose gradients are ready for it."""
+        newest = max((halted.step for halted in self._halted.values()), default=-1)
+        ahead = [rank for rank, halted in sorted(self._halted.items()) if halted.step == newest >= 0]
+        self._speaker = ahead[0] if ahead else None
+        self._totals = next((a for rank in ahead if (a := self._halted[rank].applied) is not None), None)
+
+    def _choose(self) -> None:
+        """The plan for the devices that are left."""
+        incident = self._open_incident()
+        incident.enter("replanning")
+        if not self._lost:
+            self._way = Way(self._original, "as planned", "")
+        elif self._options.on_loss == "restart":
+            self._restart_lost()
+        else:
+            try:
+                self._way = self._way_on(frozenset(self._lost))
+            except PlaitError as error:
+                self._log.note(f"{error} The lost workers are started again on their devices.")
+                self._restart_lost()
+        incident.enter("reforming")
+
+    def _restart_lost(self) -> None:
+        self._open_incident().restarted.update(self._lost)
+        self._lost.clear()
+        self._retry_at.clear()
+        self._way = Way(self._original, "as planned", "")
+
+    def _end(self) -> None:
+        self._close_incident()
+        self._log.end(self._finished[self._members[0]].reason)
+        for rank in self._workers.ranks:
+            self._workers.send(rank, End())
+        deadline = time.monotonic() + END_SECONDS
+        while self._workers.ranks and time.monotonic() < deadline:
+            self._workers.events(0.05)
