@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specs.layout import Interval, balanced_cuts, interval_of, kv_groups_of
 from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe, num_units
+from specs.plan import Recompute
 
 # Attention's scores and their product with the values: backward recomputes the scores and forms four products
 # where forward forms two, so 5 / 2.  [FlashAttention-2, arXiv 2307.08691, section 4.1]
@@ -76,6 +77,22 @@ def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval,
             return 0.0
     pairs_per_token = window - window * window / (2.0 * seq_len) if causal else float(seq_len)
     return 2.0 * block_tokens * pairs_per_token * width * units.size
+
+
+def weight_gradient_share(
+    module: Module, *, block_tokens: int, seq_len: int, units: Interval, recompute: Recompute
+) -> float:
+    """Part of a module's backward that a split one may do later: the products that make weight gradients.
+
+    # w / (2 w + 5/2 s + r), attention and mlp only
+    #   w products with weights, s attention's scores, r what is recomputed: w + s (full), s (selective), 0
+    """
+    if not isinstance(module, (Attention, Mlp)):
+        return 0.0
+    products = matrix_flop(module, block_tokens, units)
+    scores = score_flop(module, block_tokens, seq_len, units)
+    again = {"none": 0.0, "selective": scores, "full": products + scores}[recompute]
+    return products / (2.0 * products + ATTENTION_BACKWARD_RATIO * scores + again)
 
 
 def forward_flop(module: Module, *, block_tokens: int, seq_len: int, units: Interval, causal: bool = True) -> float:

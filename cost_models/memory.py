@@ -7,7 +7,7 @@ backward, so that what grows with the block is only what is cut by its degree.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,8 +17,8 @@ from cost_models.share import Share
 from specs.cluster import Precision
 from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
 from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
-from specs.plan import MemoryTerms, ModulePlacement, Pipeline, Plan, Recompute, Stage
-from specs.schedule import num_in_flight, stage_actions
+from specs.plan import MemoryTerms, ModulePlacement, Plan, Recompute
+from specs.schedule import Held, most_held
 from specs.tensors import local_num_elements, local_rows, tensors_of
 
 WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
@@ -164,6 +164,23 @@ def _whole_kv_groups(module: Attention, heads: Interval) -> bool:
 
 
 @lru_cache(maxsize=65536)
+def deferred_bytes(module: Module, share: Share, precision: Precision) -> int:
+    """Bytes that wait from the gradient of the input (I) to the gradients of the weights (W), where those are split.
+
+    # attention  a (c h + T (2 q + 2 k) d + T h)        mlp  a (c h + T (3 | 2) f + T h)        others 0
+    #   input chunk, gradients of the first projections' outputs, input of the last one and its gathered output gradient
+    """
+    if not isinstance(module, (Attention, Mlp)):
+        return 0
+    if isinstance(module, Attention):
+        width = (2 * share.units.size + 2 * local_kv_heads(module, share.units)) * module.head_dim
+    else:
+        width = share.units.size * (2 + module.gated)
+    kept = share.chunk_tokens * module.hidden + share.block_tokens * (width + module.hidden)
+    return ACTIVATION_BYTES[precision] * kept
+
+
+@lru_cache(maxsize=65536)
 def working_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
     """Extra bytes at the peak of a module's own computing, beyond what is kept for backward.
 
@@ -194,37 +211,19 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
     return gathered + inner + weights + activation_bytes(module, share, precision) - kept
 
 
-def in_flight(pipeline: Pipeline, stage: int, num_micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at its peak."""
-    return _in_flight(pipeline.schedule, stage, len(pipeline.stages), num_micro_batches)
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
-    assert schedule in ("1f1b", "gpipe")
-    return num_in_flight(
-        stage_actions(
-            "1f1b" if schedule == "1f1b" else "gpipe",
-            stage=stage,
-            num_stages=num_stages,
-            num_micro_batches=num_micro_batches,
-        )
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
-    """Equal modules, equally placed, of one stage."""
+    """Equal modules, equally placed, of one virtual stage."""
 
     module: Module
     placement: ModulePlacement
     count: int
 
 
-def module_groups(stage: Stage, chain: Mapping[str, Module]) -> list[ModuleGroup]:
-    """A stage's modules with equal ones counted once, in order of first appearance."""
+def module_groups(run: Iterable[ModulePlacement], chain: Mapping[str, Module]) -> list[ModuleGroup]:
+    """A virtual stage's modules with equal ones counted once, in order of first appearance."""
     groups: dict[tuple[object, ...], ModuleGroup] = {}
-    for placement in stage.modules:
+    for placement in run:
         module = chain[placement.module]
         key = (id(module), placement.blocks, placement.cuts, placement.recompute, placement.zero)
         known = groups.get(key)
@@ -268,31 +267,40 @@ class PlanMemory:
     def stage(self, pipeline: int, stage: int) -> list[MemoryTerms]:
         """Peak bytes of each rank of a stage."""
         layout = self._plan.pipelines[pipeline]
-        groups = module_groups(layout.stages[stage], self._chain)
+        groups = [module_groups(run, self._chain) for run in layout.stages[stage].runs()]
         cuts = layout.stages[stage].chunk_cuts(layout.micro_batch * self._plan.training.seq_len)
         sequences = max(replica.sequences for replica in self._plan.replicas if replica.pipeline == pipeline)
-        held = in_flight(layout, stage, sequences // layout.micro_batch)
-        return [self._rank((pipeline, stage, rank), groups, cuts, held) for rank in range(len(cuts) - 1)]
+        moments = most_held(layout.stage_actions(sequences // layout.micro_batch)[stage])
+        return [self._rank((pipeline, stage, rank), groups, cuts, moments) for rank in range(len(cuts) - 1)]
 
-    def _rank(self, member: Member, groups: Sequence[ModuleGroup], cuts: Cuts, held: int) -> MemoryTerms:
+    def _rank(
+        self, member: Member, runs: Sequence[Sequence[ModuleGroup]], cuts: Cuts, moments: Sequence[Held]
+    ) -> MemoryTerms:
         precision = self._plan.training.precision
-        activations = working = 0
-        for group in groups:
-            share = share_of(group.placement, group.module, member[2], cuts)
-            activations += group.count * activation_bytes(group.module, share, precision, group.placement.recompute)
-            working = max(working, working_bytes(group.module, share, precision, group.placement.recompute))
+        kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
+        for virtual, groups in enumerate(runs):
+            for group in groups:
+                share = share_of(group.placement, group.module, member[2], cuts)
+                recompute = group.placement.recompute
+                kept[virtual] += group.count * activation_bytes(group.module, share, precision, recompute)
+                deferred[virtual] += group.count * deferred_bytes(group.module, share, precision)
+                working = max(working, working_bytes(group.module, share, precision, recompute))
+        activations = max(
+            sum(n * size for n, size in zip(held.kept + held.deferred, kept + deferred, strict=True))
+            for held in moments
+        )
         weight = WEIGHT_BYTES[precision]
         # Sharded buckets are scattered and gathered when activations are gone; a chunk is on its way in and out at
         # every edge of the pipeline.
-        sharding = max(0, self._gathered[member] * weight - held * activations - working)
+        sharding = max(0, self._gathered[member] * weight - activations - working)
         chunk = ACTIVATION_BYTES[precision] * (cuts[member[2] + 1] - cuts[member[2]]) * self._plan.model.hidden
-        num_stages = len(self._plan.pipelines[member[0]].stages)
-        edges = (member[1] > 0) + (member[1] < num_stages - 1)
+        last = len(self._plan.pipelines[member[0]].stages) - 1
+        edges = 2 * len(runs) - (member[1] == 0) - (member[1] == last)
         return MemoryTerms(
             weights=(self._held[member] + self._copied.get(member, 0)) * weight,
             gradients=self._held[member] * GRADIENT_BYTES,
             optimizer=round(self.owned[member] * _state_bytes(precision)),
-            activations=held * activations,
+            activations=activations,
             working=working,
             communication=sharding + 2 * edges * chunk,
             reserved=self._reserved_bytes,

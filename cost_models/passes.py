@@ -6,25 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cost_models.flops import largest_units, local_kv_heads
+from cost_models.flops import largest_units, local_kv_heads, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ACTIVATION_BYTES, ModuleGroup, module_groups, share_of
-from cost_models.pipeline import PipelineTiming, simulate
+from cost_models.pipeline import PipelineTiming, Span, action_spans, simulate_actions
 from cost_models.topology import ReplicaClass, Topology
 from specs.layout import Cuts, block_of, block_starts
 from specs.model import Attention, Module
 from specs.plan import Plan
+from specs.schedule import Actions
 
 
 @dataclass(frozen=True, slots=True)
 class StagePass:
     """One micro-batch on one stage, seconds.  `forward` and `backward` are what the stage takes, with communication,
-    waiting inside blocks, loading and host; the `mean_` parts are computing alone, means over its ranks.
-    `variance` is that of one rank's forward and backward time.
+    waiting inside blocks, loading and host; `weight` is the part of backward that comes later in schedules that split
+    it.  The `mean_` parts are computing alone, means over its ranks.  `variance` is that of one rank's forward and
+    backward time.
     """
 
     forward: float
     backward: float
+    weight: float
     mean_forward: float
     mean_backward: float
     data: float
@@ -41,6 +44,19 @@ class ReplicaPass:
     num_micro_batches: int
     stages: tuple[StagePass, ...]
     timing: PipelineTiming
+    actions: tuple[Actions, ...]
+    places: tuple[StagePass, ...]  # every virtual stage, in the order of the chain
+    transfer_seconds: tuple[float, ...]  # from each of them to the next
+
+    def spans(self) -> list[Span]:
+        """When each action of the step runs."""
+        return action_spans(
+            self.actions,
+            [place.forward for place in self.places],
+            [place.backward for place in self.places],
+            self.transfer_seconds,
+            weight_seconds=[place.weight for place in self.places],
+        )
 
 
 def replica_pass(
@@ -48,32 +64,77 @@ def replica_pass(
 ) -> ReplicaPass:
     pipeline = plan.pipelines[replica.pipeline]
     num_stages = len(pipeline.stages)
-    stages = tuple(_stage_pass(plan, costs, topology, chain, replica, index) for index in range(num_stages))
-    transfers = [_transfer_seconds(plan, costs, topology, replica, index) for index in range(num_stages - 1)]
     num_micro_batches = replica.sequences // pipeline.micro_batch
-    timing = simulate(
-        pipeline.schedule,
-        [stage.forward for stage in stages],
-        [stage.backward for stage in stages],
+    actions = pipeline.stage_actions(num_micro_batches)
+    runs = [
+        [
+            _virtual_stage_pass(plan, costs, topology, chain, replica, index, virtual, splits=_splits(actions[index]))
+            for virtual in range(pipeline.num_virtual)
+        ]
+        for index in range(num_stages)
+    ]
+    places = [runs[index][virtual] for virtual in range(pipeline.num_virtual) for index in range(num_stages)]
+    transfers = [
+        _transfer_seconds(plan, costs, topology, replica, place % num_stages, (place + 1) % num_stages)
+        for place in range(len(places) - 1)
+    ]
+    timing = simulate_actions(
+        actions,
+        [place.forward for place in places],
+        [place.backward for place in places],
         transfers,
-        num_micro_batches,
+        weight_seconds=[place.weight for place in places],
     )
-    return ReplicaPass(replica, num_micro_batches, stages, timing)
+    return ReplicaPass(
+        replica, num_micro_batches, tuple(map(_together, runs)), timing, actions, tuple(places), tuple(transfers)
+    )
 
 
-def _stage_pass(
-    plan: Plan, costs: CostModel, topology: Topology, chain: Mapping[str, Module], replica: ReplicaClass, index: int
+def _splits(actions: Actions) -> bool:
+    return any(action.kind == "W" for action in actions)
+
+
+def _together(runs: Sequence[StagePass]) -> StagePass:
+    """All virtual stages of a stage."""
+    return StagePass(
+        forward=sum(run.forward for run in runs),
+        backward=sum(run.backward for run in runs),
+        weight=sum(run.weight for run in runs),
+        mean_forward=sum(run.mean_forward for run in runs),
+        mean_backward=sum(run.mean_backward for run in runs),
+        data=sum(run.data for run in runs),
+        other=sum(run.other for run in runs),
+        variance=sum(run.variance for run in runs),
+        estimated=any(run.estimated for run in runs),
+    )
+
+
+def _virtual_stage_pass(
+    plan: Plan,
+    costs: CostModel,
+    topology: Topology,
+    chain: Mapping[str, Module],
+    replica: ReplicaClass,
+    index: int,
+    virtual: int,
+    *,
+    splits: bool,
 ) -> StagePass:
-    """A module takes a stage as long as its slowest rank needs; what the others wait is communication."""
+    """A module takes a stage as long as its slowest rank needs; what the others wait is communication.
+
+    Of the three collectives of a backward pass one belongs to the weight gradients.  How the pass divides is computed
+    from operations, never measured, so that it counts as estimated.
+    """
     pipeline = plan.pipelines[replica.pipeline]
     stage = pipeline.stages[index]
     ranks = topology.stage_ranks(replica, index)
     start = pipeline.stage_starts()[index]
     speeds = replica.speeds[start : start + len(ranks)] if replica.speeds else (1.0,) * len(ranks)
     cuts = stage.chunk_cuts(pipeline.micro_batch * plan.training.seq_len)
-    forward = backward = mean_forward = mean_backward = variance = 0.0
-    estimated = False
-    for group in module_groups(stage, chain):
+    run = stage.runs()[virtual]
+    forward = backward = weight = mean_forward = mean_backward = variance = 0.0
+    estimated = splits
+    for group in module_groups(run, chain):
         by_rank = _rank_costs(plan, costs, topology, group, ranks, cuts)
         computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
         forward += group.count * max(
@@ -82,23 +143,44 @@ def _stage_pass(
         backward += group.count * max(
             b + c.backward_communication_seconds for (_, b), c in zip(computing, by_rank, strict=True)
         )
+        if splits:
+            weight += group.count * max(
+                _weight_seconds(plan, group, rank, cuts, b, c.backward_communication_seconds)
+                for rank, ((_, b), c) in enumerate(zip(computing, by_rank, strict=True))
+            )
         mean_forward += group.count * sum(f for f, _ in computing) / len(ranks)
         mean_backward += group.count * sum(b for _, b in computing) / len(ranks)
         variance += group.count * costs.jitter**2 * max(f * f + b * b for f, b in computing)
         estimated = estimated or any(cost.estimated for cost in by_rank)
-    reads = index == 0 or any(placement.module == "head" for placement in stage.modules)
+    reads = any(placement.module in ("embedding", "head") for placement in run)
     data = costs.overhead.data_seconds_per_sequence * pipeline.micro_batch if reads else 0.0
     host = costs.overhead.other_seconds_per_action
     return StagePass(
         forward=forward + data + host,
-        backward=backward + host,
+        backward=backward + host * (1 + splits),
+        weight=weight + host * splits,
         mean_forward=mean_forward,
         mean_backward=mean_backward,
         data=data,
-        other=2.0 * host,
+        other=host * (2 + splits),
         variance=variance,
         estimated=estimated,
     )
+
+
+def _weight_seconds(
+    plan: Plan, group: ModuleGroup, rank: int, cuts: Cuts, computing: float, communication: float
+) -> float:
+    """The part of a module's backward pass that a split one does later."""
+    share = share_of(group.placement, group.module, rank, cuts)
+    part = weight_gradient_share(
+        group.module,
+        block_tokens=share.block_tokens,
+        seq_len=plan.training.seq_len,
+        units=share.units,
+        recompute=group.placement.recompute,
+    )
+    return part * computing + (communication / 3.0 if part else 0.0)
 
 
 def _rank_costs(
@@ -130,10 +212,12 @@ def _rank_costs(
     return result
 
 
-def _transfer_seconds(plan: Plan, costs: CostModel, topology: Topology, replica: ReplicaClass, index: int) -> float:
+def _transfer_seconds(
+    plan: Plan, costs: CostModel, topology: Topology, replica: ReplicaClass, index: int, following: int
+) -> float:
     """A chunk of the smaller stage, its larger neighbour's ranks sending side by side."""
     pipeline = plan.pipelines[replica.pipeline]
-    here, there = topology.stage_ranks(replica, index), topology.stage_ranks(replica, index + 1)
+    here, there = topology.stage_ranks(replica, index), topology.stage_ranks(replica, following)
     tokens = -(-pipeline.micro_batch * plan.training.seq_len // min(len(here), len(there)))
     return costs.collective(
         "point_to_point",

@@ -6,26 +6,32 @@ NCCL uses its own.  Tensors are cut along dimension 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from executor.clock import Clock
+from executor.weight_work import WeightWork
+
+# Waits for a collective that has begun and returns its result.
+Finish = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Block:
     """The ranks that together hold one copy of a module, seen from one of them.
 
-    `token_counts` are the lengths of the members' chunks.  A block of one rank has no group.
+    `token_counts` are the lengths of the members' chunks.  A block of one rank has no group.  `weight_work` is shared
+    by all blocks of a pipeline that splits its backward passes.
     """
 
     group: dist.ProcessGroup | None
     position: int
     token_counts: tuple[int, ...]
     clock: Clock
+    weight_work: WeightWork = field(default_factory=WeightWork)
 
     @property
     def size(self) -> int:
@@ -61,31 +67,57 @@ def _uses_gloo(group: dist.ProcessGroup | None) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-def all_gather(chunk: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Concatenate everybody's chunk; `counts` are their lengths along dimension 0."""
-    whole = chunk.new_empty((sum(counts), *chunk.shape[1:]))
+def start_all_gather(
+    chunk: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup | None, whole: torch.Tensor
+) -> Finish:
+    """Begin to fill `whole` with everybody's chunk; `counts` are their lengths along dimension 0."""
     if _uses_gloo(group):
         copies = chunk.repeat(len(counts), *(1 for _ in chunk.shape[1:]))
-        dist.all_to_all_single(whole, copies, list(counts), [chunk.shape[0]] * len(counts), group=group)
+        sizes = [chunk.shape[0]] * len(counts)
+        work = dist.all_to_all_single(whole, copies, list(counts), sizes, group=group, async_op=True)
     elif len(set(counts)) == 1:
-        dist.all_gather_into_tensor(whole, chunk, group=group)
+        work = dist.all_gather_into_tensor(whole, chunk, group=group, async_op=True)
     else:
-        dist.all_gather(list(whole.split(list(counts))), chunk, group=group)
-    return whole
+        work = dist.all_gather(list(whole.split(list(counts))), chunk, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return whole
+
+    return finish
+
+
+def all_gather(chunk: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Concatenate everybody's chunk."""
+    return start_all_gather(chunk, counts, group, chunk.new_empty((sum(counts), *chunk.shape[1:])))()
+
+
+def start_reduce_scatter(
+    partial: torch.Tensor, counts: Sequence[int], position: int, group: dist.ProcessGroup | None
+) -> Finish:
+    """Begin to sum everybody's `partial`, which must not change until the end; the rows of `position` are kept."""
+    own = counts[position]
+    if _uses_gloo(group):
+        parts = partial.new_empty((len(counts) * own, *partial.shape[1:]))
+        sizes = [own] * len(counts)
+        work = dist.all_to_all_single(parts, partial, sizes, list(counts), group=group, async_op=True)
+    else:
+        parts = partial.new_empty((own, *partial.shape[1:]))
+        if len(set(counts)) == 1:
+            work = dist.reduce_scatter_tensor(parts, partial, group=group, async_op=True)
+        else:
+            work = dist.reduce_scatter(parts, list(partial.split(list(counts))), group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        summands = parts.view(-1, own, *parts.shape[1:])
+        return summands.sum(dim=0) if len(summands) > 1 else summands[0]
+
+    return finish
 
 
 def reduce_scatter(
     partial: torch.Tensor, counts: Sequence[int], position: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Sum everybody's `partial` and keep the rows of `position`."""
-    own = counts[position]
-    if _uses_gloo(group):
-        parts = partial.new_empty((len(counts) * own, *partial.shape[1:]))
-        dist.all_to_all_single(parts, partial, [own] * len(counts), list(counts), group=group)
-        return parts.view(len(counts), own, *partial.shape[1:]).sum(dim=0)
-    result = partial.new_empty((own, *partial.shape[1:]))
-    if len(set(counts)) == 1:
-        dist.reduce_scatter_tensor(result, partial, group=group)
-    else:
-        dist.reduce_scatter(result, list(partial.split(list(counts))), group=group)
-    return result
+    return start_reduce_scatter(partial, counts, position, group)()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from executor.clock import Clock
 from executor.collectives import Block
 from executor.groups import Groups
-from executor.layout import Layout
+from executor.layout import Channel, Layout, ModuleLayout
 from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule
 from executor.saved import Read
 from executor.stage import build_module
@@ -73,26 +73,35 @@ class Decoder:
         use_cache: bool = True,
     ) -> None:
         assert len(plan.replicas) == 1
-        clock = Clock(device)
         self._layout = Layout(plan, dist.get_rank())
         self._groups = Groups(self._layout, (), device)
         self._max_tokens, self._dtype, self._device = max_tokens, dtype, device
-        self._modules: list[BlockModule] = []
-        for layout in self._layout.modules:
-            block = WholeBlock(self._groups.of(layout.block_ranks), layout.position, layout.token_counts, clock)
-            module = build_module(
-                layout, block, chunk=self._layout.chunk, seq_len=plan.training.seq_len, dtype=dtype, device=device
-            )
-            module.requires_grad_(False)
-            for attribute, (name, elements) in module.slices.items():
-                parameter = getattr(module, attribute)
-                parameter.copy_(read(name, elements).view(parameter.shape))
-            self._modules.append(module)
+        self._clock = Clock(device)
+        self._runs = [[self._load(module, read) for module in run] for run in self._layout.runs]
         self._caches = {
-            module: KvCache(module, max_tokens) for module in self._modules if isinstance(module, AttentionModule)
+            module: KvCache(module, max_tokens)
+            for run in self._runs
+            for module in run
+            if isinstance(module, AttentionModule)
         }
         self._use_cache = use_cache
         self._tokens = torch.empty(0, dtype=torch.int64)
+
+    def _load(self, layout: ModuleLayout, read: Read) -> BlockModule:
+        group = self._groups.of(layout.block_ranks)
+        module = build_module(
+            layout,
+            WholeBlock(group, layout.position, layout.token_counts, self._clock),
+            chunk=self._layout.chunk,
+            seq_len=self._layout.plan.training.seq_len,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        module.requires_grad_(False)
+        for attribute, (name, elements) in module.slices.items():
+            parameter = getattr(module, attribute)
+            parameter.copy_(read(name, elements).view(parameter.shape))
+        return module
 
     @torch.no_grad()
     def next_logits(self, ids: Tensor) -> Tensor | None:
@@ -101,20 +110,22 @@ class Decoder:
         self._tokens = torch.cat((self._tokens, ids))
         if not self._use_cache:
             first, ids = 0, self._tokens
-        x = self._receive(ids.numel()) if not self._layout.is_first_stage else ids.to(self._device)
-        for module in self._modules:
-            match module:
-                case EmbeddingModule():
-                    x = module.embed(x, torch.arange(first, first + x.numel(), device=self._device))
-                case AttentionModule():
-                    x = self._attention(module, x, first)
-                case HeadModule():
-                    x = module.logits(x[-1:])[0]
-                case _:
-                    x = module(x)
-        if self._layout.is_last_stage:
-            return x
-        self._send(x)
+        for turn, run in enumerate(self._runs):
+            is_first = turn == 0 and self._layout.is_first_stage
+            x = ids.to(self._device) if is_first else self._receive(ids.numel())
+            for module in run:
+                match module:
+                    case EmbeddingModule():
+                        x = module.embed(x, torch.arange(first, first + x.numel(), device=self._device))
+                    case AttentionModule():
+                        x = self._attention(module, x, first)
+                    case HeadModule():
+                        x = module.logits(x[-1:])[0]
+                    case _:
+                        x = module(x)
+            if turn == len(self._runs) - 1 and self._layout.is_last_stage:
+                return x
+            self._send(x)
         return None
 
     def _attention(self, module: AttentionModule, x: Tensor, first: int) -> Tensor:
@@ -141,17 +152,19 @@ class Decoder:
         dist.broadcast(token, src=source)
         return int(token)
 
+    def _neighbour(self, distance: int) -> tuple[int, ...]:
+        """Processes of the stage so many further on, around the ring."""
+        return self._layout.stage_processes((self._layout.stage_index + distance) % len(self._layout.pipeline.stages))
+
     def _send(self, x: Tensor) -> None:
-        own = self._layout.stage_processes(self._layout.stage_index)
-        following = self._layout.stage_processes(self._layout.stage_index + 1)
-        group = self._groups.boundary({*own, *following}, "F")
+        own, following = self._neighbour(0), self._neighbour(1)
+        group = self._groups.channel(Channel("F", own, following))
         for process in following[self._layout.position :: len(own)]:
             dist.send(x.contiguous(), process, group=group)
 
     def _receive(self, count: int) -> Tensor:
-        before = self._layout.stage_processes(self._layout.stage_index - 1)
-        own = self._layout.stage_processes(self._layout.stage_index)
+        before, own = self._neighbour(-1), self._neighbour(0)
         x = torch.empty((count, self._layout.plan.model.hidden), dtype=self._dtype, device=self._device)
         source = before[self._layout.position % len(before)]
-        dist.recv(x, source, group=self._groups.boundary({*before, *own}, "F"))
+        dist.recv(x, source, group=self._groups.channel(Channel("F", before, own)))
         return x

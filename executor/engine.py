@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from executor.clock import Clock
 from executor.groups import Groups
-from executor.layout import Layout, tensor_holdings
+from executor.layout import Layout, ModuleLayout, tensor_holdings
 from executor.modules import BlockModule, HeadModule
 from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
 from executor.stage import StageModule, build_module
 from executor.sync import GradientSync, LocalTensor, bucket_layouts
+from executor.weight_work import WeightWork
 from executor.weights import initial_values
 from specs.layout import Interval
 from specs.options import OptimizerOptions
@@ -64,20 +65,9 @@ class Engine:
         holdings = tensor_holdings(plan)
         layouts = bucket_layouts(holdings)
         self.groups = Groups(self.layout, (bucket.owners for bucket in layouts), device)
-        self.stage = StageModule(
-            [
-                build_module(
-                    module,
-                    self.groups.block(module, self.clock),
-                    chunk=self.layout.chunk,
-                    seq_len=plan.training.seq_len,
-                    dtype=self.dtype,
-                    device=device,
-                )
-                for module in self.layout.modules
-            ]
-        )
-        self.local = _local_tensors(self.stage)
+        weight_work = WeightWork()
+        self.stages = [StageModule([self._build(module, weight_work) for module in run]) for run in self.layout.runs]
+        self.local = _local_tensors(self.stages)
         self.sync = GradientSync(
             layouts,
             self.local,
@@ -90,13 +80,28 @@ class Engine:
         self.optimizer = ShardedAdamW(self.sync, options, self.clock)
         self.runner = PipelineRunner(
             self.layout,
-            self.stage,
+            self.stages,
             self.groups,
             self.clock,
+            weight_work,
             dtype=self.dtype,
             device=device,
-            before_last_backward=self.sync.begin_last_backward,
         )
+
+    def _build(self, module: ModuleLayout, weight_work: WeightWork) -> BlockModule:
+        return build_module(
+            module,
+            self.groups.block(module, self.clock, weight_work),
+            chunk=self.layout.chunk,
+            seq_len=self.plan.training.seq_len,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @property
+    def chain(self) -> list[BlockModule]:
+        """This rank's modules, of all its virtual stages."""
+        return [module for stage in self.stages for module in stage.modules_in_order()]
 
     def _initialise(self, seed: int, inits: dict[str, str]) -> None:
         def first(tensor: str, elements: Interval) -> torch.Tensor:
@@ -126,7 +131,7 @@ class Engine:
 
     def _micro_batches(self, batch: Batch) -> Callable[[int], MicroBatch]:
         pipeline = self.layout.pipeline
-        needs_targets = any(isinstance(module, HeadModule) for module in self.stage.chain)
+        needs_targets = any(isinstance(module, HeadModule) for module in self.chain)
 
         def load(index: int) -> MicroBatch:
             if not (self.layout.is_first_stage or needs_targets):
@@ -143,7 +148,7 @@ class Engine:
     @property
     def _counts_loss(self) -> bool:
         """One member of each head block counts the block's loss."""
-        last = self.stage.chain[-1]
+        last = self.chain[-1]
         return isinstance(last, HeadModule) and last.block.position == 0
 
     def step(self, number: int, batch: Batch, *, flag: float = 0.0) -> StepResult:
@@ -165,17 +170,21 @@ class Engine:
         return float(total)
 
 
-def _local_tensors(stage: StageModule) -> dict[str, list[LocalTensor]]:
+def _local_tensors(stages: Sequence[StageModule]) -> dict[str, list[LocalTensor]]:
     """This rank's parameters by global tensor.  Equal copies (tied, cut alike) become one parameter."""
     local: defaultdict[str, list[LocalTensor]] = defaultdict(list)
-    for module in stage.chain:
-        assert isinstance(module, BlockModule)
-        for attribute, (name, elements) in module.slices.items():
-            same = next((tensor for tensor in local[name] if tensor.elements == elements), None)
-            if same is not None:
+    for stage in stages:
+        known = {id(tensor) for tensors in local.values() for tensor in tensors}
+        for module in stage.modules_in_order():
+            for attribute, (name, elements) in module.slices.items():
+                same = next((tensor for tensor in local[name] if tensor.elements == elements), None)
+                if same is None:
+                    local[name].append(LocalTensor(getattr(module, attribute), elements))
+                    continue
                 module.register_parameter(attribute, same.parameter)
-            else:
-                local[name].append(LocalTensor(getattr(module, attribute), elements))
+                if id(same) in known:  # of another virtual stage, which has backward passes of its own
+                    same.num_passes += 1
+                    known.discard(id(same))
     return dict(local)
 
 

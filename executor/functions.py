@@ -4,7 +4,8 @@
     linear_scatter  forward  reduce-scatter y W                backward  all-gather dout, dy = dOut W^T
 
 Between modules a rank keeps only its own chunk x; the gathered X lives only while it is needed.  Weights lie
-with the cut dimension as rows: W_i and W are [local rows, hidden].
+with the cut dimension as rows: W_i and W are [local rows, hidden].  Their gradients go through the block's
+`weight_work`, which may put them off.
 """
 
 from __future__ import annotations
@@ -26,20 +27,26 @@ class _GatherLinear(torch.autograd.Function):
         gathered = block.all_gather(x)
         weights, biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
         ctx.block = block
+        ctx.parameters = weights
         ctx.has_bias = [bias is not None for bias in biases]
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(gathered, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
+        block = ctx.block
         x, *weights = ctx.saved_tensors
-        gathered = ctx.block.all_gather(x)
+
+        def of_weights() -> list[Tensor]:
+            gathered = block.all_gather(x)
+            return [grad.t() @ gathered for grad in grads]
+
+        grad_weights = block.weight_work.gradients(ctx.parameters, of_weights)
         grad_x = None
         for grad, weight in zip(grads, weights, strict=True):
             grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
-        grad_weights = [grad.t() @ gathered for grad in grads]
         grad_biases = [grad.sum(dim=0) if has else None for grad, has in zip(grads, ctx.has_bias, strict=True)]
-        return (None, None, ctx.block.reduce_scatter(grad_x), *grad_weights, *grad_biases)
+        return (None, None, block.reduce_scatter(grad_x), *grad_weights, *grad_biases)
 
 
 def gather_linear(
@@ -53,6 +60,7 @@ class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: Block, y: Tensor, weight: Tensor):  # type: ignore[no-untyped-def]
         ctx.block = block
+        ctx.parameter = weight
         ctx.save_for_backward(y, weight)
         return block.reduce_scatter(y @ weight)
 
@@ -60,7 +68,8 @@ class _LinearScatter(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         y, weight = ctx.saved_tensors
         gathered = ctx.block.all_gather(grad)
-        return None, gathered @ weight.t(), y.t() @ gathered
+        (grad_weight,) = ctx.block.weight_work.gradients([ctx.parameter], lambda: [y.t() @ gathered])
+        return None, gathered @ weight.t(), grad_weight
 
 
 def linear_scatter(block: Block, y: Tensor, weight: Tensor) -> Tensor:
@@ -71,7 +80,7 @@ def linear_scatter(block: Block, y: Tensor, weight: Tensor) -> Tensor:
 class _RecomputedCore(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: Block, core: Callable[..., Tensor], weight: Tensor, *inputs: Tensor):  # type: ignore[no-untyped-def]
-        ctx.block, ctx.core = block, core
+        ctx.block, ctx.core, ctx.parameter = block, core, weight
         ctx.save_for_backward(weight, *inputs)
         return block.reduce_scatter(core(*inputs) @ weight)
 
@@ -83,7 +92,9 @@ class _RecomputedCore(torch.autograd.Function):
         with torch.enable_grad():
             y = ctx.core(*leaves)
         grad_inputs = torch.autograd.grad(y, leaves, gathered @ weight.t())
-        return (None, None, y.detach().t() @ gathered, *grad_inputs)
+        y = y.detach()
+        (grad_weight,) = ctx.block.weight_work.gradients([ctx.parameter], lambda: [y.t() @ gathered])
+        return (None, None, grad_weight, *grad_inputs)
 
 
 def recomputed_core(block: Block, core: Callable[..., Tensor], weight: Tensor, *inputs: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from specs.errors import BadInputError
 from specs.layout import Cuts, Interval, block_of, block_starts, interval_of
@@ -36,6 +37,14 @@ class Holding:
 
     process: int
     elements: Interval
+
+
+class Channel(NamedTuple):
+    """Chunks go from the processes of one stage to those of another: activations (F) or gradients (B)."""
+
+    kind: Literal["F", "B"]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
 
 
 class Layout:
@@ -100,30 +109,32 @@ class Layout:
     @cached_property
     def modules(self) -> tuple[ModuleLayout, ...]:
         """This rank's modules, in order."""
-        processes = self.stage_processes(self.stage_index)
+        return tuple(module for run in self.runs for module in run)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[ModuleLayout, ...], ...]:
+        """The modules of each of this rank's virtual stages."""
+        return tuple(tuple(map(self._module_layout, run)) for run in self.stage.runs())
+
+    def _module_layout(self, placement: ModulePlacement) -> ModuleLayout:
+        module = self._chain[placement.module]
         cuts = self.chunk_cuts(self.stage_index)
-        layouts = []
-        for placement in self.stage.modules:
-            module = self._chain[placement.module]
-            block, position = block_of(placement.blocks, self.position)
-            start, stop = block_starts(placement.blocks)[block : block + 2]
-            layouts.append(
-                ModuleLayout(
-                    name=placement.module,
-                    module=module,
-                    placement=placement,
-                    units=placement.units_of(self.position, module),
-                    unit_cuts=placement.block_cuts(block, module),
-                    block_ranks=processes[start:stop],
-                    position=position,
-                    token_counts=tuple(cuts[i + 1] - cuts[i] for i in range(start, stop)),
-                    block_tokens=Interval(cuts[start], cuts[stop]),
-                )
-            )
-        return tuple(layouts)
+        block, position = block_of(placement.blocks, self.position)
+        start, stop = block_starts(placement.blocks)[block : block + 2]
+        return ModuleLayout(
+            name=placement.module,
+            module=module,
+            placement=placement,
+            units=placement.units_of(self.position, module),
+            unit_cuts=placement.block_cuts(block, module),
+            block_ranks=self.stage_processes(self.stage_index)[start:stop],
+            position=position,
+            token_counts=tuple(cuts[i + 1] - cuts[i] for i in range(start, stop)),
+            block_tokens=Interval(cuts[start], cuts[stop]),
+        )
 
     def boundary_transfers(self, other_stage: int) -> list[tuple[int, Interval]]:
-        """(process, tokens relative to this rank's chunk) for each overlap with a neighbouring stage's chunks."""
+        """(process, tokens relative to this rank's chunk) for each overlap with another stage's chunks."""
         own, cuts = self.chunk, self.chunk_cuts(other_stage)
         transfers = []
         for position, process in enumerate(self.stage_processes(other_stage)):
@@ -143,19 +154,24 @@ class Layout:
                         if stop - start > 1:
                             yield processes[start:stop]
 
-    def all_boundaries(self) -> Iterator[tuple[int, ...]]:
-        """Processes of every pair of neighbouring stages anywhere in the plan."""
+    def all_channels(self) -> Iterator[Channel]:
+        """Every pair of stages of which one sends to the other, forward or backward, anywhere in the plan."""
         for replica in self.plan.replicas:
-            for index in range(len(self.plan.pipelines[replica.pipeline].stages) - 1):
-                pair = {*self.stage_processes(index, replica), *self.stage_processes(index + 1, replica)}
-                yield tuple(sorted(pair))
+            pipeline = self.plan.pipelines[replica.pipeline]
+            num_stages = len(pipeline.stages)
+            for place in range(num_stages * pipeline.num_virtual - 1):
+                here = self.stage_processes(place % num_stages, replica)
+                there = self.stage_processes((place + 1) % num_stages, replica)
+                yield Channel("F", here, there)
+                yield Channel("B", there, here)
 
 
 @dataclass(frozen=True)
 class TensorHoldings:
-    """All holders of one global tensor."""
+    """All holders of one global tensor; `module` is the first that has it."""
 
     tensor: TensorSpec
+    module: str
     zero: int
     holdings: tuple[Holding, ...]
 
@@ -173,13 +189,13 @@ def tensor_holdings(plan: Plan) -> dict[str, TensorHoldings]:
             for placement in stage.modules:
                 found[placement.module].append((placement, processes))
     holdings: defaultdict[str, list[Holding]] = defaultdict(list)
-    tensors: dict[str, tuple[TensorSpec, int]] = {}
+    tensors: dict[str, tuple[TensorSpec, str, int]] = {}
     for name, module in plan.model.modules():
         for tensor in tensors_of(module):
             key = parameter_name(name, module, tensor)
             width = max(tensor.cols, 1)
             for placement, processes in found[name]:
-                _, zero = tensors.setdefault(key, (tensor, placement.zero))
+                *_, zero = tensors.setdefault(key, (tensor, name, placement.zero))
                 if zero != placement.zero:
                     raise BadInputError(
                         f"{key}: optimizer sharding is {zero} in one place and {placement.zero} in another; "

@@ -106,7 +106,7 @@ class _Kept:
 
 def static_tensors(engine: Engine) -> list[torch.Tensor]:
     """Weights, gradients, masters and moments of a rank."""
-    tensors: list[torch.Tensor] = list(engine.stage.parameters())
+    tensors: list[torch.Tensor] = [p for module in engine.chain for p in module.parameters()]
     for bucket in engine.sync.buckets:
         tensors += [bucket.weights, bucket.gradients, bucket.master]
         tensors += [value for key, value in engine.optimizer.adam.state[bucket.master].items() if key != "step"]

@@ -1,26 +1,31 @@
 """Runs a stage's list of actions for one step: receive, compute, send.
 
-Chunks cross a stage boundary by interval overlap, each rank sending only its own tokens; the two directions have
-groups of their own.  Receives are posted one action ahead, sends are not waited for until the step ends.
+Chunks cross from stage to stage by interval overlap, each rank sending only its own tokens.  Every channel (from one
+stage to another, activations or gradients) has a group of its own; receives are posted in the order of the other
+side's sends, one action ahead.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from executor.clock import Clock
 from executor.groups import Groups
-from executor.layout import Layout
+from executor.layout import Channel, Layout
 from executor.stage import StageModule
+from executor.weight_work import Deferred, WeightWork
 from specs.layout import Interval
-from specs.schedule import Action, stage_actions
+from specs.schedule import Action, Actions, traffic
 
 Tensor = torch.Tensor
+Direction = Literal["F", "B"]
 
 
 @dataclass(frozen=True)
@@ -31,153 +36,227 @@ class MicroBatch:
     targets: Tensor | None
 
 
-# The sends of one chunk, with the tensors that must live until they are done.
-_Sent = list[tuple[dist.Work, Tensor]]
+@dataclass
+class _Outbox:
+    """Sends to another stage.  Their tensors must live until they are done."""
 
+    group: dist.ProcessGroup
+    transfers: list[tuple[int, Interval]]
+    most_under_way: int
+    sent: deque[list[tuple[dist.Work, Tensor]]] = field(default_factory=deque)
 
-def _wait_for(sent: _Sent) -> None:
-    for work, _ in sent:
-        work.wait()
+    def send(self, chunk: Tensor) -> None:
+        chunk = chunk.detach().contiguous()
+        parts = [(process, chunk[tokens.start : tokens.stop]) for process, tokens in self.transfers]
+        self.sent.append([(dist.isend(part, process, group=self.group), part) for process, part in parts])
+        self.finish(self.most_under_way)
+
+    def finish(self, under_way: int = 0) -> None:
+        """Wait for the oldest until no more than that many are left."""
+        while len(self.sent) > under_way:
+            for work, _ in self.sent.popleft():
+                work.wait()
 
 
 @dataclass
-class _Edge:
-    """The ranks of a neighbouring stage that hold parts of this rank's chunk, and the groups to them."""
+class _Inbox:
+    """Receives from another stage, in the order in which it sends: (virtual stage here, micro-batch)."""
 
+    group: dist.ProcessGroup
     transfers: list[tuple[int, Interval]]
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
+    order: Sequence[tuple[int, int]]
+    num_posted: int = 0
+    posted: dict[tuple[int, int], tuple[Tensor, list[dist.Work]]] = field(default_factory=dict)
+
+    def post(self, key: tuple[int, int], empty: Callable[[], Tensor]) -> None:
+        """Post receives up to this one."""
+        while key not in self.posted:
+            chunk = empty()
+            works = [dist.irecv(chunk[t.start : t.stop], process, group=self.group) for process, t in self.transfers]
+            self.posted[self.order[self.num_posted]] = (chunk, works)
+            self.num_posted += 1
+
+    def take(self, key: tuple[int, int]) -> Tensor:
+        chunk, works = self.posted.pop(key)
+        for work in works:
+            work.wait()
+        return chunk
+
+
+class _Program:
+    """What every stage does, and what this one sends and receives by it."""
+
+    def __init__(self, layout: Layout, groups: Groups, actions: tuple[Actions, ...]) -> None:
+        self._layout, self._groups = layout, groups
+        self._traffic = traffic(actions)
+        self.actions = actions[layout.stage_index]
+        self.num_stages = len(actions)
+
+    def inboxes(self) -> dict[Direction, _Inbox]:
+        """For one step: where activations and gradients come from, if they do."""
+        here, boxes = self._layout.stage_index, {}
+        for kind, source in self._neighbours(before=-1):
+            if (kind, source) in self._traffic:
+                group = self._group(kind, source, here)
+                transfers = self._layout.boundary_transfers(source)
+                boxes[kind] = _Inbox(group, transfers, self._traffic[kind, source].order)
+        return boxes
+
+    def outboxes(self) -> dict[Direction, _Outbox]:
+        """For one step: where they go."""
+        here, boxes = self._layout.stage_index, {}
+        for kind, target in self._neighbours(before=1):
+            if (kind, here) in self._traffic:
+                group = self._group(kind, here, target)
+                # As many as the pipeline is deep: no reason to wait for a slower neighbour before that.
+                most = max(self.num_stages, self._traffic[kind, here].most_under_way)
+                boxes[kind] = _Outbox(group, self._layout.boundary_transfers(target), most)
+        return boxes
+
+    def _neighbours(self, *, before: int) -> list[tuple[Direction, int]]:
+        here = self._layout.stage_index
+        return [("F", (here + before) % self.num_stages), ("B", (here - before) % self.num_stages)]
+
+    def _group(self, kind: Direction, source: int, target: int) -> dist.ProcessGroup:
+        processes = self._layout.stage_processes
+        return self._groups.channel(Channel(kind, processes(source), processes(target)))
 
 
 class PipelineRunner:
-    """One stage of one replica on one rank."""
+    """The virtual stages of one stage of one replica on one rank."""
 
     def __init__(
         self,
         layout: Layout,
-        stage: StageModule,
+        stages: Sequence[StageModule],
         groups: Groups,
         clock: Clock,
+        weight_work: WeightWork,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        before_last_backward: Callable[[], None],
     ) -> None:
-        self._layout = layout
-        self._stage = stage
-        self._clock = clock
-        self._dtype, self._device = dtype, device
-        self._before_last_backward = before_last_backward
-        self._actions = stage_actions(
-            layout.pipeline.schedule,
-            stage=layout.stage_index,
-            num_stages=len(layout.pipeline.stages),
-            num_micro_batches=layout.num_micro_batches,
-        )
-        self._previous = None if layout.is_first_stage else self._edge(groups, layout.stage_index - 1)
-        self._next = None if layout.is_last_stage else self._edge(groups, layout.stage_index + 1)
-        self._sends: defaultdict[dist.ProcessGroup, deque[_Sent]] = defaultdict(deque)
-
-    def _edge(self, groups: Groups, other: int) -> _Edge:
-        ranks = {*self._layout.stage_processes(self._layout.stage_index), *self._layout.stage_processes(other)}
-        return _Edge(self._layout.boundary_transfers(other), groups.boundary(ranks, "F"), groups.boundary(ranks, "B"))
-
-    def _send(self, edge: _Edge, group: dist.ProcessGroup, chunk: Tensor) -> None:
-        chunk = chunk.detach().contiguous()
-        works = []
-        for process, tokens in edge.transfers:
-            part = chunk[tokens.start : tokens.stop]
-            works.append((dist.isend(part, process, group=group), part))
-        sends = self._sends[group]
-        sends.append(works)
-        # A schedule never runs further ahead than the pipeline is deep, so the oldest has long arrived: free it.
-        if len(sends) > len(self._layout.pipeline.stages):
-            _wait_for(sends.popleft())
-
-    def _finish_sends(self) -> None:
-        for sends in self._sends.values():
-            while sends:
-                _wait_for(sends.popleft())
-
-    def _post_receive(self, edge: _Edge, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-        hidden = self._layout.plan.model.hidden
-        chunk = torch.empty((self._layout.chunk.size, hidden), dtype=self._dtype, device=self._device)
-        works = [dist.irecv(chunk[t.start : t.stop], process, group=group) for process, t in edge.transfers]
-        return chunk, works
-
-    def _needs(self, action: Action) -> tuple[_Edge, dist.ProcessGroup] | None:
-        """The edge and group that an action receives from, if any."""
-        if action.direction == "F":
-            return None if self._previous is None else (self._previous, self._previous.forward)
-        return None if self._next is None else (self._next, self._next.backward)
+        """`stages` by virtual stage; `weight_work` is that of their blocks."""
+        self.layout = layout
+        self.stages = stages
+        self.clock = clock
+        self.weight_work = weight_work
+        self.dtype, self.device = dtype, device
+        actions = layout.pipeline.stage_actions(layout.num_micro_batches)
+        forwards = tuple(tuple(action for action in own if action.kind == "F") for own in actions)
+        single = tuple(Action("F", 0, virtual) for virtual in range(len(stages)))
+        self._training = _Program(layout, groups, actions)
+        self._evaluation = _Program(layout, groups, forwards)
+        self._single = _Program(layout, groups, (single,) * len(actions))
 
     def run(self, micro_batches: Callable[[int], MicroBatch], scale: float, *, train: bool = True) -> Tensor:
         """One step (or, with train=False, the forwards alone): the replica's scaled loss on its last stage, else 0.
 
         Every member of the head's block returns the same loss, so only one of them may count it.
         """
-        actions = self._actions if train else tuple(a for a in self._actions if a.direction == "F")
-        loss = torch.zeros((), dtype=torch.promote_types(self._dtype, torch.float32), device=self._device)
-        kept: dict[int, tuple[Tensor, Tensor]] = {}
-        posted = self._post(actions[0])
-        last_backward = max((i for i, a in enumerate(actions) if a.direction == "B"), default=-1)
-        for number, action in enumerate(actions):
-            received = self._wait(posted)
-            posted = self._post(actions[number + 1]) if number + 1 < len(actions) else None
-            if action.direction == "F":
-                with self._clock.term("forward"), torch.set_grad_enabled(train):
-                    chunk, out = self._forward(micro_batches(action.micro_batch), received, scale)
-                if self._next is None:
-                    loss += out.detach()
-                else:
-                    with self._clock.term("pipeline_idle"):
-                        self._send(self._next, self._next.forward, out)
-                if train:
-                    kept[action.micro_batch] = (chunk, out)
-            else:
-                if number == last_backward:
-                    self._before_last_backward()
-                chunk, out = kept.pop(action.micro_batch)
-                with self._clock.term("backward"):
-                    torch.autograd.backward(out, received)
-                if self._previous is not None:
-                    assert chunk.grad is not None
-                    with self._clock.term("pipeline_idle"):
-                        self._send(self._previous, self._previous.backward, chunk.grad)
-        with self._clock.term("pipeline_idle"):
-            self._finish_sends()
+        loss = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        with torch.set_grad_enabled(train):
+            for out in _Step(self, self._training if train else self._evaluation).run(micro_batches, scale):
+                loss += out.detach()
         return loss
 
     @torch.no_grad()
-    def logits(self, ids: Tensor | None) -> Tensor:
-        """One micro-batch forward: logits [head block's tokens, vocabulary] on the last stage, the chunk elsewhere.
+    def logits(self, ids: Tensor | None) -> Tensor | None:
+        """One micro-batch forward: logits [head block's tokens, vocabulary] on the last stage, None elsewhere.
 
         `ids` [micro-batch tokens] on the first stage, None elsewhere.
         """
-        received = self._wait(self._post(Action("F", 0)))
-        _, out = self._forward(MicroBatch(ids, None), received, 1.0)
-        if self._next is not None:
-            self._send(self._next, self._next.forward, out)
-            self._finish_sends()
-        return out
+        return next(iter([*_Step(self, self._single).run(lambda _: MicroBatch(ids, None), 1.0)]), None)
 
-    def _forward(self, batch: MicroBatch, received: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+
+class _Step:
+    """One pass through a program."""
+
+    def __init__(self, runner: PipelineRunner, program: _Program) -> None:
+        self._runner, self._clock = runner, runner.clock
+        self._stage, self._num_stages = runner.layout.stage_index, program.num_stages
+        self._last_place = program.num_stages * len(runner.stages) - 1
+        self._actions = program.actions
+        self._inboxes, self._outboxes = program.inboxes(), program.outboxes()
+        # By (virtual stage, micro-batch): input and output from F to B or I, weight gradients from I to W.
+        self._kept: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
+        self._deferred: dict[tuple[int, int], list[Deferred]] = {}
+
+    def run(self, micro_batches: Callable[[int], MicroBatch], scale: float) -> Iterator[Tensor]:
+        """Run all actions; yields what the last virtual stage of the chain makes."""
+        self._post(self._actions[0])
+        for number, action in enumerate(self._actions):
+            received = self._take(action)
+            if number + 1 < len(self._actions):
+                self._post(self._actions[number + 1])
+            match action.kind:
+                case "F":
+                    out = self._forward(action, micro_batches(action.micro_batch), received, scale)
+                    if self._place(action) == self._last_place:
+                        yield out
+                case "W":
+                    with self._clock.term("backward"):
+                        for work in self._deferred.pop((action.virtual, action.micro_batch)):
+                            work.run()
+                case _:
+                    self._backward(action, received)
+        with self._clock.term("pipeline_idle"):
+            for outbox in self._outboxes.values():
+                outbox.finish()
+
+    def _forward(self, action: Action, batch: MicroBatch, received: Tensor | None, scale: float) -> Tensor:
+        train = torch.is_grad_enabled()
         if received is None:
             assert batch.ids is not None
             chunk = batch.ids
         else:
-            chunk = received.requires_grad_(torch.is_grad_enabled())
-        return chunk, self._stage(chunk, batch.targets, scale)
+            chunk = received.requires_grad_(train)
+        with self._clock.term("forward"):
+            out = self._runner.stages[action.virtual](chunk, batch.targets, scale)
+        if train:
+            self._kept[action.virtual, action.micro_batch] = (chunk, get_gradient_edge(out))
+        if self._place(action) != self._last_place:
+            with self._clock.term("pipeline_idle"):
+                self._outboxes["F"].send(out)
+        return out
 
-    def _post(self, action: Action) -> tuple[Tensor, list[dist.Work]] | None:
-        source = self._needs(action)
-        return None if source is None else self._post_receive(*source)
+    def _backward(self, action: Action, received: Tensor | None) -> None:
+        key = (action.virtual, action.micro_batch)
+        chunk, out = self._kept.pop(key)
+        with self._clock.term("backward"):
+            if action.kind == "I":
+                with self._runner.weight_work.later() as self._deferred[key]:
+                    torch.autograd.backward(out, received)
+            else:
+                torch.autograd.backward(out, received)
+        if self._place(action) != 0:
+            assert chunk.grad is not None
+            with self._clock.term("pipeline_idle"):
+                self._outboxes["B"].send(chunk.grad)
 
-    def _wait(self, posted: tuple[Tensor, list[dist.Work]] | None) -> Tensor | None:
-        if posted is None:
+    def _place(self, action: Action) -> int:
+        """Which virtual stage of the whole chain an action is about."""
+        return action.virtual * self._num_stages + self._stage
+
+    def _inbox(self, action: Action) -> _Inbox | None:
+        """Where an action's input comes from."""
+        if action.kind == "F":
+            return None if self._place(action) == 0 else self._inboxes["F"]
+        return None if action.kind == "W" or self._place(action) == self._last_place else self._inboxes["B"]
+
+    def _empty_chunk(self) -> Tensor:
+        layout = self._runner.layout
+        shape = (layout.chunk.size, layout.plan.model.hidden)
+        return torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
+
+    def _post(self, action: Action) -> None:
+        inbox = self._inbox(action)
+        if inbox is not None:
+            inbox.post((action.virtual, action.micro_batch), self._empty_chunk)
+
+    def _take(self, action: Action) -> Tensor | None:
+        inbox = self._inbox(action)
+        if inbox is None:
             return None
-        chunk, works = posted
         with self._clock.term("pipeline_idle"):
-            for work in works:
-                work.wait()
-        return chunk
+            return inbox.take((action.virtual, action.micro_batch))

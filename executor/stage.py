@@ -1,4 +1,4 @@
-"""A stage's modules in a row on one rank."""
+"""A virtual stage's modules in a row on one rank."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ def build_module(
 
 
 class StageModule(nn.Module):
-    """A stage's run of modules on one rank: ids or chunk in, chunk, loss or (without targets) logits out."""
+    """A virtual stage's run of modules on one rank: ids or chunk in, chunk, loss or (without targets) logits out."""
 
     def __init__(self, modules: list[BlockModule]) -> None:
         super().__init__()
         self.chain = nn.ModuleList(modules)
+
+    def modules_in_order(self) -> list[BlockModule]:
+        """The run's modules."""
+        return [module for module in self.chain if isinstance(module, BlockModule)]
 
     def forward(self, x: Tensor, targets: Tensor | None, scale: float) -> Tensor:
         """x: token ids [micro-batch tokens] on the first stage, else the chunk [own tokens, hidden]."""

@@ -196,7 +196,8 @@ class GradientSync:
         parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def _accumulate(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # put off by a split backward pass
+            return
         flat = parameter.grad.reshape(-1)
         is_first = id(parameter) in self._untouched
         self._untouched.discard(id(parameter))

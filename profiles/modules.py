@@ -144,7 +144,7 @@ class InSituTimings:
         engine = Engine(plan, optimizer, device=self.device, seed=0, clock=clock)
         if (0, degree, sequences) not in self._static:
             self._measure_static(engine, degree, sequences)
-        _mark_modules(engine.stage.chain, clock)
+        _mark_modules(engine.chain, clock)
         shape = (plan.training.global_batch, plan.training.seq_len + 1)
         tokens = torch.randint(self.model.vocab, shape, generator=torch.Generator().manual_seed(0))
         for step in range(1, NUM_WARM_UP_STEPS + self.options.num_steps + 1):
@@ -155,7 +155,7 @@ class InSituTimings:
             yield
 
     def _keep(self, engine: Engine, degree: int, sequences: int, seconds: dict[str, float]) -> None:
-        for index in range(len(engine.stage.chain)):
+        for index in range(len(engine.chain)):
             samples = self._modules[index, degree, sequences]
             for direction in ("forward", "backward"):
                 communication = seconds.get(f"{direction} {index} communication", 0.0)
@@ -175,7 +175,7 @@ class InSituTimings:
         generator = torch.Generator().manual_seed(0)
         num_tokens = engine.plan.pipelines[0].micro_batch * engine.plan.training.seq_len
         ids = torch.randint(self.model.vocab, (num_tokens,), generator=generator).to(self.device)
-        for index, module in enumerate(engine.stage.chain):
+        for index, module in enumerate(engine.chain):
             layout = module.layout
             shape = (engine.layout.chunk.size, self.model.hidden)
             chunk = torch.randn(shape, generator=generator).to(self.device, engine.dtype).requires_grad_()
@@ -199,7 +199,7 @@ class InSituTimings:
             counted = counted_flop(layout, seq_len=self.options.seq_len)
             assert abs(counted - formula) <= 0.01 * formula, f"{layout.name}: counted {counted}, formula {formula}"
             self._static[index, degree, sequences] = (kept, counted, formula, weights)
-        for parameter in engine.stage.parameters():
+        for parameter in (p for module in engine.chain for p in module.parameters()):
             parameter.grad = None
 
     def timings(self) -> tuple[ModuleTiming, ...]:

@@ -24,14 +24,15 @@ from specs.layout import (
     balanced_cuts,
     block_of,
     block_starts,
-    check_cuts,
     interval_of,
     sequence_token_cuts,
 )
-from specs.model import SEQUENCE_KINDS, UNIT_NAMES, ModelSpec, Module, NamedModule, num_units
+from specs.model import SEQUENCE_KINDS, ModelSpec, Module, num_units
+from specs.plan_checks import check_pipeline, check_replicas
+from specs.schedule import Actions, parse_actions, pipeline_actions
+from specs.schedule import Schedule as Schedule
 
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["1f1b", "gpipe"]
 Objective = Literal["goodput", "step-time", "tokens-per-dollar", "memory"]
 ContingencyPolicy = Literal["reduced", "resplit", "split", "drop", "spare"]
 
@@ -79,14 +80,23 @@ class ModulePlacement(Spec):
 
 
 class Stage(Spec):
-    """A run of modules on `num_ranks` ranks.  `token_cuts` None: as even as whole tokens allow."""
+    """The modules on `num_ranks` ranks.  `token_cuts` None: as even as whole tokens allow.
+
+    `virtual_stages`: numbers of modules of the runs of the chain that the stage holds, in order; None: one run.
+    """
 
     num_ranks: PositiveInt
     modules: tuple[ModulePlacement, ...] = Field(min_length=1)
     token_cuts: Cuts | None = None
+    virtual_stages: tuple[PositiveInt, ...] | None = None
 
     @model_validator(mode="after")
     def _blocks_fill_the_stage(self) -> Self:
+        if self.virtual_stages is not None and sum(self.virtual_stages) != len(self.modules):
+            raise ValueError(
+                f"virtual stages of {list(self.virtual_stages)} modules add up to {sum(self.virtual_stages)}, "
+                f"the stage has {len(self.modules)}"
+            )
         for placement in self.modules:
             if sum(placement.blocks) != self.num_ranks:
                 raise ValueError(
@@ -104,17 +114,69 @@ class Stage(Spec):
         """Token cut points over the stage's ranks for a micro-batch of `num_tokens`."""
         return self.token_cuts if self.token_cuts is not None else balanced_cuts(num_tokens, self.num_ranks)
 
+    @property
+    def num_virtual(self) -> int:
+        return 1 if self.virtual_stages is None else len(self.virtual_stages)
+
+    def runs(self) -> tuple[tuple[ModulePlacement, ...], ...]:
+        """The modules of each virtual stage."""
+        starts = block_starts(self.virtual_stages or (len(self.modules),))
+        return tuple(self.modules[start:stop] for start, stop in pairwise(starts))
+
 
 class Pipeline(Spec):
-    """The stages of one kind of replica; `micro_batch` in sequences."""
+    """The stages of one kind of replica; `micro_batch` in sequences.
+
+    With virtual stages the chain goes around all stages once for each of them.  `actions`: of a given schedule, what
+    each stage does in one step, such as "F0 F1 B0 B1".
+    """
 
     micro_batch: PositiveInt
     stages: tuple[Stage, ...] = Field(min_length=1)
     schedule: Schedule = "1f1b"
+    actions: tuple[str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _schedule_is_complete(self) -> Self:
+        if len({stage.num_virtual for stage in self.stages}) > 1:
+            numbers = [stage.num_virtual for stage in self.stages]
+            raise ValueError(f"stages have {numbers} virtual stages; give all of them as many")
+        if self.num_virtual > 1 and self.schedule not in ("interleaved", "given"):
+            raise ValueError(f"schedule {self.schedule} runs one virtual stage per stage; use interleaved")
+        if self.schedule == "interleaved" and self.num_virtual == 1:
+            raise ValueError("schedule interleaved needs stages with two or more virtual_stages; use 1f1b")
+        if self.num_virtual > 1 and len(self.stages) == 1:
+            raise ValueError("virtual stages need two or more stages to go around; leave virtual_stages out")
+        if (self.actions is not None) != (self.schedule == "given"):
+            raise ValueError("actions and schedule given belong together: give both or neither")
+        if self.actions is not None and len(self.actions) != len(self.stages):
+            raise ValueError(f"there are actions for {len(self.actions)} stages, the pipeline has {len(self.stages)}")
+        return self
 
     @property
     def num_ranks(self) -> int:
         return sum(stage.num_ranks for stage in self.stages)
+
+    @property
+    def num_virtual(self) -> int:
+        """Virtual stages of each stage."""
+        return self.stages[0].num_virtual
+
+    def stage_actions(self, num_micro_batches: int) -> tuple[Actions, ...]:
+        """What each stage does in one step."""
+        if self.actions is not None:
+            return tuple(parse_actions(text) for text in self.actions)
+        return pipeline_actions(
+            self.schedule,
+            num_stages=len(self.stages),
+            num_micro_batches=num_micro_batches,
+            num_virtual=self.num_virtual,
+        )
+
+    def chain(self) -> tuple[ModulePlacement, ...]:
+        """All modules in the order in which a micro-batch passes them."""
+        runs = [stage.runs() for stage in self.stages]
+        return tuple(placement for turn in range(self.num_virtual) for own in runs for placement in own[turn])
 
     def stage_starts(self) -> tuple[int, ...]:
         """Position of each stage's first rank in the replica's rank list, plus the total."""
@@ -280,8 +342,8 @@ class Plan(Document):
                 f"states. Use at most {limit}, or a model file with a larger max_positions"
             )
         for number, pipeline in enumerate(self.pipelines):
-            _check_pipeline(pipeline, chain, self.training.seq_len, f"pipeline {number}")
-        _check_replicas(self)
+            check_pipeline(pipeline, chain, self.training.seq_len, f"pipeline {number}")
+        check_replicas(self)
         return self
 
     @property
@@ -306,81 +368,6 @@ class Plan(Document):
             "contingencies": contingencies,
         }
         return self.model_copy(update={key: value for key, value in update.items() if value is not None})
-
-
-def _check_pipeline(pipeline: Pipeline, chain: tuple[NamedModule, ...], seq_len: int, where: str) -> None:
-    """Every module once and in order, no empty shard, whole sequences for attention."""
-    placed = [placement for stage in pipeline.stages for placement in stage.modules]
-    names = [placement.module for placement in placed]
-    expected = [name for name, _ in chain]
-    if names != expected:
-        for position, name in enumerate(expected):
-            if position >= len(names) or names[position] != name:
-                found = names[position] if position < len(names) else "the end"
-                raise ValueError(
-                    f"{where}: position {position} holds {found}, the model needs {name} there; "
-                    "every module must be placed once, in order"
-                )
-        raise ValueError(f"{where}: {names[len(expected)]} is not in the model")
-    modules = dict(chain)
-    num_tokens = pipeline.micro_batch * seq_len
-    for index, stage in enumerate(pipeline.stages):
-        if stage.token_cuts is not None:
-            check_cuts(stage.token_cuts, num_tokens, stage.num_ranks, f"{where}, stage {index}, token_cuts")
-        elif num_tokens < stage.num_ranks:
-            raise ValueError(f"{where}, stage {index}: {num_tokens} tokens cannot be cut over {stage.num_ranks} ranks")
-        for placement in stage.modules:
-            _check_placement(placement, modules[placement.module], stage, num_tokens, seq_len, where)
-
-
-def _check_placement(
-    placement: ModulePlacement, module: Module, stage: Stage, num_tokens: int, seq_len: int, where: str
-) -> None:
-    units = num_units(module)
-    for block, size in enumerate(placement.blocks):
-        what = f"{where}, {placement.module} ({units} {UNIT_NAMES[module.kind]})"
-        check_cuts(placement.block_cuts(block, module), units, size, what)
-    if module.kind in SEQUENCE_KINDS:
-        cuts = stage.chunk_cuts(num_tokens)
-        for rank in block_starts(placement.blocks):
-            if cuts[rank] % seq_len:
-                raise ValueError(
-                    f"{where}, {placement.module}: blocks {list(placement.blocks)} do not hold whole sequences "
-                    f"(micro-batch {num_tokens // seq_len} sequences over {stage.num_ranks} ranks, a block ends "
-                    f"inside one). Use a micro-batch that is a multiple of {stage.num_ranks}/degree, or token_cuts"
-                )
-
-
-def _check_replicas(plan: Plan) -> None:
-    seen: set[int] = set()
-    for number, replica in enumerate(plan.replicas):
-        if replica.pipeline >= len(plan.pipelines):
-            raise ValueError(f"replica {number} names pipeline {replica.pipeline}, there are {len(plan.pipelines)}")
-        pipeline = plan.pipelines[replica.pipeline]
-        if len(replica.ranks) != pipeline.num_ranks:
-            raise ValueError(
-                f"replica {number} has {len(replica.ranks)} ranks, its pipeline needs {pipeline.num_ranks}"
-            )
-        if replica.sequences % pipeline.micro_batch:
-            raise ValueError(
-                f"replica {number} takes {replica.sequences} sequences per step, not a multiple of its micro-batch "
-                f"{pipeline.micro_batch}"
-            )
-        for rank in replica.ranks:
-            if rank in seen:
-                raise ValueError(f"rank {rank} has two places, the second in replica {number}; each rank has one")
-            seen.add(rank)
-    share = sum(replica.sequences for replica in plan.replicas)
-    if share != plan.training.global_batch:
-        raise ValueError(
-            f"the replicas take {share} sequences per step, the global batch has {plan.training.global_batch}"
-        )
-    outside = [rank for rank in seen if not 0 <= rank < plan.cluster.num_devices]
-    if outside:
-        raise ValueError(f"rank {min(outside)} is outside the cluster's {plan.cluster.num_devices} devices")
-    missing = seen.intersection(plan.cluster.missing)
-    if missing:
-        raise ValueError(f"rank {min(missing)} is missing in the cluster. Plan again for the devices that are left")
 
 
 def aligned_token_cuts(stage: Stage, model: ModelSpec, micro_batch: int, seq_len: int) -> Cuts | None:

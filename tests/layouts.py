@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from specs.layout import balanced_cuts, sequence_token_cuts
@@ -69,6 +70,19 @@ class ReplicaShape:
     micro_batch: int = 1
     sequences: int = 2
     schedule: str = "1f1b"
+    num_virtual: int = 1
+    actions: tuple[str, ...] | None = None
+
+
+def _runs(names: list[str], shape: ReplicaShape) -> list[list[str]]:
+    """The chain cut into virtual stages: as evenly as integers allow, or as the stages say."""
+    places = len(shape.stages) * shape.num_virtual
+    even = balanced_cuts(len(names), places)
+    bounds = [0]
+    for i in range(places):
+        count = shape.stages[i].num_modules if shape.num_virtual == 1 else None
+        bounds.append(bounds[-1] + count if count is not None else even[i + 1])
+    return [names[start:stop] for start, stop in pairwise(bounds)]
 
 
 def build(
@@ -78,28 +92,31 @@ def build(
     names = [name for name, _ in model.modules()]
     pipelines, placed, start = [], [], 0
     for index, shape in enumerate(replicas):
-        counts = [stage.num_modules for stage in shape.stages]
-        even = balanced_cuts(len(names), len(counts))
-        bounds = [0]
-        for i, count in enumerate(counts):
-            bounds.append(bounds[-1] + count if count is not None else even[i + 1])
+        runs = _runs(names, shape)
         stages = []
         for i, stage in enumerate(shape.stages):
+            own = runs[i :: len(shape.stages)]
             modules = []
-            for name in names[bounds[i] : bounds[i + 1]]:
+            for name in (name for run in own for name in run):
                 kind = name.rsplit(".", 1)[-1]
                 blocks = stage.blocks.get(name, stage.blocks.get(kind, (stage.num_ranks,)))
                 cuts = stage.cuts.get(name, stage.cuts.get(kind))
                 modules.append(
                     ModulePlacement(module=name, blocks=blocks, cuts=cuts, recompute=recompute, zero=zero)  # type: ignore[arg-type]
                 )
-            bare = Stage(num_ranks=stage.num_ranks, modules=tuple(modules))
+            virtual = tuple(map(len, own)) if shape.num_virtual > 1 else None
+            bare = Stage(num_ranks=stage.num_ranks, modules=tuple(modules), virtual_stages=virtual)
             token_cuts = aligned_token_cuts(bare, model, shape.micro_batch, seq_len)
             if token_cuts is None:
                 token_cuts = sequence_token_cuts((stage.num_ranks,), shape.micro_batch, seq_len)
             stages.append(bare.model_copy(update={"token_cuts": token_cuts}))
         pipelines.append(
-            Pipeline(micro_batch=shape.micro_batch, stages=tuple(stages), schedule=shape.schedule)  # type: ignore[arg-type]
+            Pipeline(
+                micro_batch=shape.micro_batch,
+                stages=tuple(stages),
+                schedule=shape.schedule,  # type: ignore[arg-type]
+                actions=shape.actions,
+            )
         )
         size = sum(stage.num_ranks for stage in shape.stages)
         placed.append(Replica(pipeline=index, ranks=tuple(range(start, start + size)), sequences=shape.sequences))

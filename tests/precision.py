@@ -19,5 +19,5 @@ def train_losses(plan_json: str, num_steps: int) -> tuple[list[float], set[torch
     losses = [
         engine.step(step, lambda first, count: tokens[first : first + count]).loss for step in range(1, num_steps + 1)
     ]
-    weights = {parameter.dtype for parameter in engine.stage.parameters()}
+    weights = {parameter.dtype for module in engine.chain for parameter in module.parameters()}
     return losses, weights, {bucket.master.dtype for bucket in engine.sync.buckets}

@@ -163,7 +163,47 @@ CASES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d["training"].update(global_batch=0), "training.global_batch: Input should be greater than 0"),
     (lambda d: d.pop("model"), "model: Field required"),
     (lambda d: placement(d, 0, 0).update(zero=3), "pipelines.0.stages.0.modules.0.zero: Input should be 0 or 1"),
-    (lambda d: d["pipelines"][0].update(schedule="zbv"), "pipelines.0.schedule: Input should be '1f1b' or 'gpipe'"),
+    (
+        lambda d: d["pipelines"][0].update(schedule="zbv"),
+        "pipelines.0.schedule: Input should be '1f1b', 'gpipe', 'interleaved', 'zb-h1' or 'given'",
+    ),
+    (
+        lambda d: d["pipelines"][0].update(schedule="interleaved"),
+        "pipelines.0: schedule interleaved needs stages with two or more virtual_stages; use 1f1b",
+    ),
+    (
+        lambda d: d["pipelines"][0]["stages"][0].update(virtual_stages=[1, 1]),
+        "pipelines.0.stages.0: virtual stages of [1, 1] modules add up to 2, the stage has 3",
+    ),
+    (
+        lambda d: d["pipelines"][0]["stages"][0].update(virtual_stages=[1, 2]),
+        "pipelines.0: stages have [2, 1] virtual stages; give all of them as many",
+    ),
+    (
+        lambda d: [
+            stage.update(virtual_stages=[1, len(stage["modules"]) - 1]) for stage in d["pipelines"][0]["stages"]
+        ],
+        "pipelines.0: schedule 1f1b runs one virtual stage per stage; use interleaved",
+    ),
+    (
+        lambda d: [
+            d["pipelines"][0].update(schedule="interleaved"),
+            *(s.update(virtual_stages=[1, len(s["modules"]) - 1]) for s in d["pipelines"][0]["stages"]),
+        ],
+        "pipeline 0: position 1 holds layer.1.attention, the model needs layer.0.attention there",
+    ),
+    (
+        lambda d: d["pipelines"][0].update(actions=["F0 B0", "F0 B0"]),
+        "pipelines.0: actions and schedule given belong together: give both or neither",
+    ),
+    (
+        lambda d: d["pipelines"][0].update(schedule="given", actions=["F0 B0"]),
+        "pipelines.0: there are actions for 1 stages, the pipeline has 2",
+    ),
+    (
+        lambda d: d["pipelines"][0].update(schedule="given", actions=["F0 B0", "F0 B0"]),
+        "pipeline 0, actions of 2 micro-batches: stage 0 lacks F1",
+    ),
 ]
 
 
