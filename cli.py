@@ -21,6 +21,7 @@ if os.path.basename(sys.argv[0]) == "plait":
 import typer  # noqa: E402
 import typer.core  # noqa: E402
 
+from commands.quiet import with_quiet  # noqa: E402
 from specs.errors import PlaitError  # noqa: E402
 
 # A wrong option or argument.  The public name for it is that of its subclass.
@@ -39,7 +40,6 @@ app = typer.Typer(
     cls=_InOrder,
     help="Plan, run and keep running the parallel layout that delivers the most goodput on your cluster.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -86,12 +86,17 @@ COMMANDS = {
     "validate": "validate",
 }
 
+# Commands whose output is what was asked for: nothing is left of them when quiet.
+PRODUCT = ("export", "generate", "schema")
+
 for command, module in COMMANDS.items():
     entry = getattr(importlib.import_module(f"commands.{module}"), module)
     if isinstance(entry, typer.Typer):  # a group of commands
+        for part in entry.registered_commands:
+            part.callback = with_quiet(part.callback) if part.callback else None
         app.add_typer(entry, name=command)
     else:
-        app.command(name=command)(entry)
+        app.command(name=command)(entry if module in PRODUCT else with_quiet(entry))
 
 
 def main() -> None:

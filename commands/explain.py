@@ -12,13 +12,20 @@ def explain(
     plan: Annotated[Path, typer.Argument(help="plan.json from `plait plan`.")],
     module: Annotated[str | None, typer.Option(help="One module, e.g. layer.3.mlp; default: one of each kind.")] = None,
     profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made with, if any.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say why every module runs as it does: what each other degree and recomputation would cost in time and memory."""
-    from rich.console import Console
+    import json
+    from dataclasses import asdict
 
     from planner.start import explain_plan
     from reports.explain import render_explanation
 
     found = explain_plan(plan, profile, module)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=1))
+        return
+    from rich.console import Console
+
     rows = [(item.module, item.count, item.stage, item.neighbours) for item in found.modules]
     Console(highlight=False).print(render_explanation(found.free_bytes, rows))

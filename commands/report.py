@@ -16,7 +16,6 @@ def report(
         float, typer.Option(min=0.01, max=3650.0, help="Of failures to play; see `plait simulate`.")
     ] = 30.0,
     trials: Annotated[int, typer.Option(min=2, max=100_000, help="Histories to play.")] = 20,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
     """Draw a plan, or a run beside its plan, on one page that opens offline in any browser."""
     from commands.sources import gather
@@ -25,7 +24,6 @@ def report(
 
     inputs = gather(source, profile=profile, days=days, trials=trials)
     write_whole(out, page(inputs, source=str(source)))
-    if not quiet:
-        for reason in inputs.missing:
-            typer.echo(f"note: {reason}", err=True)
-        typer.echo(f"wrote {out}")
+    for reason in inputs.missing:
+        typer.echo(f"note: {reason}", err=True)
+    typer.echo(f"wrote {out}")

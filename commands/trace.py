@@ -12,7 +12,6 @@ def trace(
     source: Annotated[Path, typer.Argument(help="Run folder that `plait train --out` made, or a plan file.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The trace.")] = Path("trace.json"),
     profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made with, if any.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
     """Write one step, predicted and (of a run) measured, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
     import json
@@ -22,7 +21,6 @@ def trace(
 
     document, notes = trace_of(source, profile)
     write_whole(out, json.dumps(document))
-    if not quiet:
-        for note in notes:
-            typer.echo(f"note: {note}", err=True)
-        typer.echo(f"wrote {out}")
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"wrote {out}")

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from reports.plan import as_json
 from specs.plan import Plan, Recompute
 from specs.units import num_bytes, percent, seconds
 
@@ -77,6 +78,14 @@ def render_difference(a: Plan, b: Plan) -> RenderableType:
     if a.predicted is not None and b.predicted is not None:
         parts += [Text(), _predictions(a, b)]
     return Group(*parts)
+
+
+def difference_json(a: Plan, b: Plan) -> dict[str, object]:
+    """Both plans as `plait plan --json` prints them, and the modules that are placed otherwise."""
+    left, right = _placements(a), _placements(b)
+    names = [name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name)]
+    modules = {name: {"a": left.get(name), "b": right.get(name)} for name in names}
+    return {"a": as_json(a), "b": as_json(b), "modules_placed_otherwise": modules}
 
 
 def _two_columns(title: str) -> Table:
