@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cost_models.between_degrees import BetweenDegrees
 from cost_models.device import DeviceCosts
 from cost_models.interface import CostModel
 from cost_models.measured import MeasuredCosts
@@ -24,3 +25,14 @@ def measured_costs(profile: Profile, training: TrainingSpec, cluster: ClusterSpe
     Raises `BadInputError` when the profile is of other devices than the cluster's.
     """
     return MeasuredCosts(profile, training, cluster)
+
+
+def survivors_costs(profile: Profile | None, training: TrainingSpec, cluster: ClusterSpec) -> CostModel:
+    """Costs for what is left after a loss: degrees that a profile of the whole cluster cannot have are estimated
+    between those that it has.  Without a profile, shipped device data.
+
+    Raises `BadInputError` as the other two.
+    """
+    if profile is None:
+        return device_costs(cluster, training)
+    return BetweenDegrees(profile, training, cluster)

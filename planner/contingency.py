@@ -15,17 +15,17 @@ from itertools import pairwise
 from cost_models.interface import CostModel
 from cost_models.step import price
 from planner.explain import memory_limit
-from planner.survivors import Candidate, Survivors, Way
+from planner.survivors import Candidate, Slack, Survivors, Way
 from specs.contingency import remade
 from specs.errors import BadInputError, NoPlanFitsError, TimeLimitError
 from specs.plan import Alternative, Contingency, ContingencyPolicy, Plan, Prediction
 from specs.units import num_bytes
 
 # Candidates of a policy that are priced, the best by their estimates, when a plan is made and when a rank is lost.
-PRICED_AHEAD = 1
+PRICED_AHEAD = 2
 PRICED_ON_LOSS = 4
 # Times that everything is composed anew with less memory, when a price finds more than the tables of the search.
-TIGHTENED = 4
+TIGHTENED = 6
 # Of ways whose steps differ by less than this, the first in the order is taken: it moves least.
 AS_GOOD = 0.005
 ORDER: tuple[ContingencyPolicy, ...] = ("spare", "reduced", "drop", "resplit", "split")
@@ -122,8 +122,7 @@ class Replanner:
 
     def _priced(self, way: Way, lost: Sequence[int]) -> _Priced | None:
         """A way at its price; composed again with less memory where the price finds more than the tables say."""
-        refit, found = self._survivors.refit, None
-        whole = refit.capacity
+        found = None
         for _ in range(TIGHTENED):
             candidate = self._survivors.candidate(way, lost)
             if candidate is None:
@@ -132,9 +131,20 @@ class Replanner:
             over = found.predicted.peak_memory_bytes - self._limit
             if over <= 0:
                 break
-            refit.capacity -= over + over // 4
-        refit.capacity = whole
+            more, slack = over + over // 4, self._survivors.slack
+            if self._is_healthy(found.predicted.peak_memory_rank, candidate):
+                self._survivors.slack = slack._replace(healthy=slack.healthy + more)
+            else:
+                self._survivors.slack = slack._replace(damaged=slack.damaged + more)
+        self._survivors.slack = Slack()
         return found
+
+    def _is_healthy(self, rank: int, candidate: Candidate) -> bool:
+        return any(
+            rank in replica.ranks
+            for replica, share in zip(self.plan.replicas, candidate.sequences, strict=True)
+            if share
+        )
 
     @staticmethod
     def _estimate(candidate: Candidate) -> tuple[int, float]:
@@ -199,7 +209,7 @@ class Replanner:
     def _nothing(self, lost: Sequence[int], deadline: float) -> Exception:
         if time.monotonic() > deadline:
             return TimeLimitError(f"no way on without {_ranks(lost)} was found in time. Give more time.")
-        self._survivors.refit.capacity = 2**62
+        self._survivors.slack = Slack(-(2**62), -(2**62))
         if any(self._survivors.candidate(way, lost) is not None for way in self._survivors.ways(lost)):
             return NoPlanFitsError(
                 f"without {_ranks(lost)} nothing fits {num_bytes(self._limit)}, even in the largest blocks with full "
@@ -233,7 +243,8 @@ def contingencies(plan: Plan, costs: CostModel, *, time_limit_seconds: float = 1
     """The loss of one rank of every kind: ranks of a stage of replicas that lie alike are one kind.
 
     Kinds that stand for most ranks come first; those that the time does not suffice for (one is always solved) are
-    left to `replan`.  So is a kind for which nothing fits: its loss ends the run until the device is back.
+    left to `replan`.  So is a kind for which nothing fits or was measured: its loss ends the run until the device is
+    back.
     """
     if plan.world_size == 1:
         return ()
@@ -245,7 +256,7 @@ def contingencies(plan: Plan, costs: CostModel, *, time_limit_seconds: float = 1
             break
         try:
             solved = replanner.solve(ranks[:1], ahead=True)
-        except NoPlanFitsError:
+        except (NoPlanFitsError, BadInputError):
             continue
         found.append(solved.model_copy(update={"equivalent": ranks}))
     return tuple(found)

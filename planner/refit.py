@@ -47,7 +47,8 @@ class Task(NamedTuple):
     """A stage to compose: `modules` (their places in the chain) on ranks that lie on `nodes`.
 
     `in_flight` micro-batches are kept at the peak, of `num_micro_batches` in a step.
-    `others`: replicas beside this one.  `keep_blocks`: blocks stay as the plan has them, only recompute is chosen.
+    `others`: replicas beside this one.  `slack` bytes are left free, where a price found more than the tables say.
+    `keep_blocks`: blocks stay as the plan has them, only recompute is chosen.
     """
 
     modules: tuple[int, ...]
@@ -56,6 +57,7 @@ class Task(NamedTuple):
     in_flight: int
     num_micro_batches: int
     others: int
+    slack: int = 0
     keep_blocks: bool = False
 
 
@@ -85,23 +87,21 @@ class Refit:
 
     def __init__(self, plan: Plan, costs: CostModel, capacity: int) -> None:
         """`capacity`: bytes of a rank that tensors may fill."""
-        self.capacity = capacity
+        self._capacity = capacity
         self._plan = plan
         self._costs = costs
         named = plan.model.modules()
-        numbers: dict[Module, int] = {}
-        self._names = [name for name, _ in named]
-        self._kinds = [numbers.setdefault(module, len(numbers)) for _, module in named]
-        self._modules = list(numbers)
         placed = {p.module: p for stage in plan.pipelines[0].stages for p in stage.modules}
+        # Equal modules in equal blocks are one kind: what a lost copy means depends on where the others are.
+        numbers: dict[tuple[Module, Blocks], int] = {}
+        self._names = [name for name, _ in named]
+        self._kinds = [numbers.setdefault((module, placed[name].blocks), len(numbers)) for name, module in named]
+        self._modules = [module for module, _ in numbers]
+        self._blocks = [blocks for _, blocks in numbers]
         self._zero = [placed[name].zero for name in self._names]
         self._modes: list[set[Recompute]] = [set() for _ in self._modules]
-        self._blocks: list[dict[Blocks, None]] = [{} for _ in self._modules]
-        self._mean_copies = [0.0] * len(self._modules)
         for name, kind in zip(self._names, self._kinds, strict=True):
             self._modes[kind].add(placed[name].recompute)
-            self._blocks[kind][placed[name].blocks] = None
-            self._mean_copies[kind] += len(placed[name].blocks) / self._kinds.count(kind)
         self._rows: dict[tuple[object, ...], Row | None] = {}
         self._composed: dict[tuple[object, ...], tuple[float, Cuts, list[list[Option]]] | None] = {}
         self._rates: dict[int, float] = {}
@@ -110,7 +110,7 @@ class Refit:
     def compose(self, task: Task) -> Fitted | None:
         """The fastest stage that fits; None when nothing fits, keeps sequences whole or was measured."""
         nodes = tuple(node - task.nodes[0] for node in task.nodes)
-        key = (tuple(self._kinds_of(task)), nodes, task[2:], self._edges(task), self.capacity)
+        key = (tuple(self._kinds_of(task)), nodes, task[2:], self._edges(task))
         if key not in self._composed:
             self._composed[key] = self._compose(task)
         found = self._composed[key]
@@ -173,7 +173,7 @@ class Refit:
             yield balanced_cuts(task.micro_batch * length, size), False
             return
         seen: set[Cuts] = set()
-        compositions = set().union(*self._blocks) if task.keep_blocks else compositions_of(size)
+        compositions = {self._blocks[kind] for kind in kinds} if task.keep_blocks else compositions_of(size)
         for blocks in compositions:
             if sum(blocks) != size:
                 continue
@@ -186,7 +186,7 @@ class Refit:
         module, length = self._modules[kind], self._plan.training.seq_len
         modes = [mode for mode in MODES[module.kind] if every_mode or mode in self._modes[kind]]
         found = []
-        for blocks in self._blocks[kind] if task.keep_blocks else compositions_of(len(task.nodes)):
+        for blocks in (self._blocks[kind],) if task.keep_blocks else compositions_of(len(task.nodes)):
             if sum(blocks) != len(task.nodes) or max(blocks) > num_units(module):
                 continue
             if (
@@ -249,7 +249,7 @@ class Refit:
         """Bytes for modules: the capacity without the chunks on their way at both edges of the stage."""
         chunk = ACTIVATION_BYTES[self._plan.training.precision] * self._plan.model.hidden
         tokens = -(-task.micro_batch * self._plan.training.seq_len // len(task.nodes))
-        return float(self.capacity - 2 * sum(self._edges(task)) * chunk * tokens)
+        return float(self._capacity - task.slack - 2 * sum(self._edges(task)) * chunk * tokens)
 
     def _kinds_of(self, task: Task) -> list[int]:
         return [self._kinds[index] for index in task.modules]
@@ -266,8 +266,7 @@ class Refit:
     def _row(self, kind: int, blocks: Blocks, mode: Recompute, cuts: Cuts, task: Task) -> Row | None:
         """The slowest and the fullest block of a composition; None where the costs were not measured."""
         starts, nodes = block_starts(blocks), task.nodes
-        elsewhere = len(blocks) if task.keep_blocks else self._mean_copies[kind]
-        copies = len(blocks) + round(task.others * elsewhere)
+        copies = len(blocks) + task.others * len(self._blocks[kind])
         parts: dict[tuple[int, int, LinkLevel], None] = {}
         for start, stop in pairwise(starts):
             inside = len(set(nodes[start:stop])) == 1

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from cost_models.interface import CostModel
 from cost_models.memory import ACTIVATION_BYTES
 from cost_models.reduced import candidates
+from planner.describe_loss import describe_loss
 from planner.refit import Fitted, Refit, Task
 from planner.shares import Worker, deal, finish_seconds
 from specs.layout import balanced_cuts, block_starts
@@ -32,6 +33,13 @@ class Way(NamedTuple):
     policy: ContingencyPolicy
     number: int = 0
     micro_batch: int = 0
+
+
+class Slack(NamedTuple):
+    """Bytes to leave free on the ranks of healthy replicas and of those that are composed anew."""
+
+    healthy: int = 0
+    damaged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ class Survivors:
         self._node = [node for node, (start, stop) in enumerate(pairwise(starts)) for _ in range(start, stop)]
         self._largest = max(stage.num_ranks for pipeline in plan.pipelines for stage in pipeline.stages)
         self._domain = max(group.devices_per_node for group in plan.cluster.nodes)
+        self.slack = Slack()
         self._healthy: dict[tuple[int, int, int], Part | None] = {}
         self._work: list[float] | None = None
         self._place = {name: index for index, (name, _) in enumerate(plan.model.modules())}
@@ -174,16 +183,18 @@ class Survivors:
         places: Sequence[tuple[int, ...]],
         micro_batch: int,
         others: int | None = None,
+        slack: int | None = None,
     ) -> Part | None:
         """A pipeline of stages of these sizes and modules; stages of `old` that nothing changes stay as they are while
         they fit.
 
-        `others`: replicas beside this one, None: as many as the plan has.
+        `others`: replicas beside this one, None: as many as the plan has.  `slack` None: that of damaged ones.
         """
         if min(sizes) < 1 or max(sizes) > max(self._largest, self._domain):
             return None
         number, replicas = len(sizes), len(self.plan.replicas)
         others = replicas - 1 if others is None else others
+        slack = self.slack.damaged if slack is None else slack
         rounds = max(1, -(-self.plan.training.global_batch // (micro_batch * max(1, others + 1))))
         schedule = _schedule(old)
         stages: list[Stage] = []
@@ -192,7 +203,7 @@ class Survivors:
         for index, size in enumerate(sizes):
             nodes = tuple(self._node[rank] for rank in ranks[firsts[index] : firsts[index + 1]])
             kept = rounds if schedule == "gpipe" else min(rounds, number - index)
-            task = Task(places[index], nodes, micro_batch, kept, rounds, others)
+            task = Task(places[index], nodes, micro_batch, kept, rounds, others, slack)
             if old is not None and old.micro_batch == micro_batch and old.stages[index].num_ranks == size:
                 task = task._replace(keep_blocks=True)
                 found: Fitted | None = self.refit.as_it_is(old.stages[index], task)
@@ -231,13 +242,13 @@ class Survivors:
         """A pipeline of the plan with the ranks of one of its replicas; with more recompute where it would not fit
         any more beside `others` replicas (which share the optimizer's state).
         """
-        key = (number, others, self.refit.capacity)
+        key = (number, others, self.slack.healthy)
         if key not in self._healthy:
             replica = next(replica for replica in self.plan.replicas if replica.pipeline == number)
             pipeline = self.plan.pipelines[number]
             sizes, places = [stage.num_ranks for stage in pipeline.stages], self._places(pipeline)
             self._healthy[key] = self._composed(
-                pipeline, replica.ranks, sizes, places, pipeline.micro_batch, others=others
+                pipeline, replica.ranks, sizes, places, pipeline.micro_batch, others, self.slack.healthy
             )
         return self._healthy[key]
 
@@ -278,7 +289,7 @@ class Survivors:
         ]
         return Candidate(
             policy=policy,
-            layout=_layout(policy, parts, stand_ins, sequences),
+            layout=describe_loss(policy, [part.pipeline for part in parts], stand_ins, sequences),
             pipelines=tuple(every[len(plan.pipelines) :]),
             replicas=tuple(stand_ins),
             replaced=replaced,
@@ -312,9 +323,12 @@ class Survivors:
         """
         own, batch = pipeline.micro_batch, self.plan.training.global_batch
         fewer = max(max(stage.num_ranks for stage in pipeline.stages) - 1, 1)
-        wanted = {own, own * fewer} if few else {1, 2, own, 2 * own, fewer, own * fewer}
+        stage = fewer + 1
+        wanted = {own, max(own * fewer // stage, 1), own * fewer}
         if fewer > 1:
             wanted.add(2 * own)
+        if not few:
+            wanted |= {1, 2, 2 * own, fewer}
         if alone:
             divisors = [size for size in range(1, batch + 1) if batch % size == 0]
             below = {max(size for size in divisors if size <= one) for one in wanted}
@@ -364,32 +378,3 @@ def _filled(work: Sequence[float], sizes: Sequence[int], most: float) -> tuple[i
             return None
         bounds.append(index)
     return tuple(bounds) if index == len(work) else None
-
-
-def _layout(
-    policy: ContingencyPolicy, parts: Sequence[Part], stand_ins: Sequence[Replica], sequences: Sequence[int]
-) -> str:
-    """One line: what stands in the damaged replicas' place, and the shares."""
-    kept = [share for share in sequences if share]
-    others = f"others {min(kept)}" + (f" to {max(kept)}" if min(kept) != max(kept) else "") if kept else ""
-    if not parts:
-        return f"damaged replicas left out; {others} sequences"
-    texts: dict[str, int] = {}
-    for part, replica in zip(parts, stand_ins, strict=True):
-        sizes = [stage.num_ranks for stage in part.pipeline.stages]
-        text = f"{' + '.join(map(str, sizes))} ranks in {len(sizes)} stages" if len(sizes) > 1 else f"{sizes[0]} ranks"
-        if policy not in ("spare", "drop"):
-            smallest = min(part.pipeline.stages, key=lambda stage: stage.num_ranks)
-            text += f": {_blocks(smallest)}"
-        text += f"; micro-batch {part.pipeline.micro_batch}, {replica.sequences} sequences"
-        texts[text] = texts.get(text, 0) + 1
-    alike = [text if count == 1 else f"{count} x ({text})" for text, count in texts.items()]
-    return " | ".join([*alike, *([others] if others else [])])
-
-
-def _blocks(stage: Stage) -> str:
-    """`attention 4+3, mlp 7`."""
-    kinds: dict[str, dict[str, None]] = {}
-    for placement in stage.modules:
-        kinds.setdefault(placement.module.rsplit(".", 1)[-1], {})["+".join(map(str, placement.blocks))] = None
-    return ", ".join(f"{kind} {' '.join(blocks)}" for kind, blocks in kinds.items())

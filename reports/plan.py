@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from reports.contingency import contingency_table
 from specs.plan import MemoryTerms, ModulePlacement, Plan, Prediction, Stage, StepTerms
 from specs.units import num_bytes, percent, rate, seconds
 
@@ -42,6 +43,8 @@ def render(plan: Plan) -> RenderableType:
         parts += [_ladder_table(plan), Text()]
     if plan.alternatives:
         parts += [_alternatives_table(plan), Text()]
+    if plan.contingencies:
+        parts += [contingency_table(plan), Text()]
     if plan.certificate is not None:
         parts.append(_certificate(plan))
     return Group(*parts)
@@ -71,7 +74,7 @@ def render_prediction(plan: Plan, predicted: Prediction, *, profiled: bool) -> l
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The keys that scripts read, and the whole layout."""
-    found = plan.model_dump(mode="json", include={"predicted", "certificate", "ladder", "alternatives"})
+    found = plan.model_dump(mode="json", include={"predicted", "certificate", "ladder", "alternatives", "contingencies"})
     pipelines = [
         {
             "micro_batch": pipeline.micro_batch,

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models.sources import device_costs
+from cost_models.interface import ModuleCost
+from cost_models.sources import device_costs, survivors_costs
 from cost_models.step import price
 from executor.layout import Layout, tensor_holdings
 from planner.contingency import Replanner, contingencies, kinds_of_ranks, replan
@@ -19,9 +20,11 @@ from specs.contingency import find_contingency, plan_after, processes
 from specs.errors import BadInputError, NoPlanFitsError
 from specs.plan import Contingency, Plan
 from specs.presets import load_cluster, load_model
+from specs.profile import Profile
 from tests.layouts import ReplicaShape, StageShape, build, small_model
-from tests.plans import cluster
+from tests.plans import cluster, tiny_model
 from tests.plans import plan as even_plan
+from tests.profiles import profile
 from tests.synthetic_costs import SyntheticCosts
 
 COSTS = SyntheticCosts(3)
@@ -246,3 +249,34 @@ def test_a_contingency_says_for_whom_it_stands() -> None:
     assert [len(one.equivalent) for one in found] == [12]
     with pytest.raises(BadInputError, match="does not stand for rank 12"):
         plan_after(plan, found[0], 12)
+
+
+def test_a_profile_of_four_ranks_estimates_a_block_of_three() -> None:
+    model = tiny_model(num_layers=2, num_heads=12, num_kv_heads=12, hidden=96)
+    plan = even_plan(ranks=4, model=model, micro_batches=12, on=cluster(4, kind="cpu"))
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "fp32"})})
+    with_three = profile(model, plan.cluster, degrees=(1, 2, 3, 4))
+    without = profile(model, plan.cluster, degrees=(1, 2, 4))
+    attention = model.modules()[1][1]
+
+    def cost(taken: Profile, degree: int, **how: Any) -> ModuleCost:
+        options = {"block_tokens": 64, "seq_len": 32, "recompute": "none", "level": "scale_up", **how}
+        return survivors_costs(taken, plan.training, plan.cluster).module(attention, degree=degree, **options)
+
+    true, guessed = cost(with_three, 3), cost(without, 3)
+    assert guessed.estimated
+    assert not true.estimated
+    assert guessed.forward_seconds == pytest.approx(true.forward_seconds)
+    assert guessed.backward_seconds == pytest.approx(true.backward_seconds)
+    assert guessed.activation_bytes == true.activation_bytes
+    assert guessed.forward_communication_seconds == pytest.approx(true.forward_communication_seconds, rel=0.2)
+    assert cost(without, 2) == cost(with_three, 2)
+    with pytest.raises(BadInputError, match="no timing"):
+        cost(without, 3, seq_len=64)
+    costs = survivors_costs(without, plan.training, plan.cluster)
+    found = replan(plan, costs, [1])
+    assert_runs(plan, found, 1)
+    assert found.global_batch == 12
+    assert found.predicted.estimated == any(
+        3 in p.blocks for pipeline in found.pipelines for stage in pipeline.stages for p in stage.modules
+    )
