@@ -11,7 +11,7 @@ from cost_models.step import price
 from cost_models.topology import Topology
 from planner.start import costs_from, read_profile
 from reports.page import Inputs
-from reports.trace import trace
+from reports.trace import PredictedStep, trace
 from specs.base import load_document
 from specs.errors import BadInputError
 from specs.plan import Plan
@@ -56,15 +56,12 @@ def trace_of(source: Path, profile: Path | None) -> tuple[dict[str, object], lis
     measured = next((record for record in reversed(records) if isinstance(record, ActionsRecord)), None)
     if records and measured is None:
         notes.append("the run's log has no record of a step's actions: it broke off before its last step.")
-    found, host = None, 0.0
+    expected = None
     try:
         costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
-        found = first_pass(plan, costs)
-        host = costs.overhead.other_seconds_per_step
-        predicted = price(plan, costs)
+        expected = PredictedStep(first_pass(plan, costs), price(plan, costs), costs.overhead.other_seconds_per_step)
     except BadInputError as error:
-        if measured is None or plan.predicted is None:
+        if measured is None:
             raise
-        predicted = plan.predicted
         notes.append(f"no predicted lanes: {error}")
-    return trace(plan, found, predicted, host, measured), notes
+    return trace(plan, expected, measured), notes

@@ -151,9 +151,9 @@ class Engine:
         last = self.chain[-1]
         return isinstance(last, HeadModule) and last.block.position == 0
 
-    def step(self, number: int, batch: Batch, *, flag: float = 0.0) -> StepResult:
-        """One optimizer step, `number` from 1 on."""
-        self.clock.start()
+    def step(self, number: int, batch: Batch, *, flag: float = 0.0, record: bool = False) -> StepResult:
+        """One optimizer step, `number` from 1 on.  `record`: the clock keeps when its actions were."""
+        self.clock.start(record=record)
         self.sync.begin_step()
         scale = 1.0 / self.plan.training.tokens_per_step
         loss = self.runner.run(self._micro_batches(batch), scale)

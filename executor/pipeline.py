@@ -189,17 +189,18 @@ class _Step:
             received = self._take(action)
             if number + 1 < len(self._actions):
                 self._post(self._actions[number + 1])
-            match action.kind:
-                case "F":
-                    out = self._forward(action, micro_batches(action.micro_batch), received, scale)
-                    if self._place(action) == self._last_place:
-                        yield out
-                case "W":
-                    with self._clock.term("backward"):
-                        for work in self._deferred.pop((action.virtual, action.micro_batch)):
-                            work.run()
-                case _:
-                    self._backward(action, received)
+            with self._clock.action(str(action)):
+                match action.kind:
+                    case "F":
+                        out = self._forward(action, micro_batches(action.micro_batch), received, scale)
+                        if self._place(action) == self._last_place:
+                            yield out
+                    case "W":
+                        with self._clock.term("backward"):
+                            for work in self._deferred.pop((action.virtual, action.micro_batch)):
+                                work.run()
+                    case _:
+                        self._backward(action, received)
         with self._clock.term("pipeline_idle"):
             for outbox in self._outboxes.values():
                 outbox.finish()

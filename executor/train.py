@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from specs.errors import BadInputError, PlaitError
 from specs.options import TrainOptions
 from specs.plan import Plan
 from specs.runlog import (
+    ActionsRecord,
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
@@ -38,6 +39,8 @@ from specs.runlog import (
     StartRecord,
     StepRecord,
 )
+
+T = TypeVar("T")
 
 WARM_UP_STEPS = 3  # of a process: allocation, first-touch and the measured step make them slower
 
@@ -248,13 +251,18 @@ class Run:
             if step >= last or stopping:
                 return step, "interrupted" if stopping else "finished"
             step += 1
-            result = self._step(step, measure=measure_memory and step == done + 1, warm_up=step <= done + WARM_UP_STEPS)
+            result = self._step(
+                step,
+                measure=measure_memory and step == done + 1,
+                warm_up=step <= done + WARM_UP_STEPS,
+                record=step == last,
+            )
             stopping = result.flags > 0 and self._outlet.at_flag(step) == "stop"
 
     def _batch(self, samples: Samples, step: int) -> Batch:
         return lambda first, count: samples.sequences(step, first, count)
 
-    def _step(self, step: int, *, measure: bool, warm_up: bool) -> StepResult:
+    def _step(self, step: int, *, measure: bool, warm_up: bool, record: bool) -> StepResult:
         self._outlet.phase("training")
         flag = self._outlet.flag()
         readings: list[MemoryReading] = []
@@ -264,7 +272,7 @@ class Run:
                 with measure_step(self._engine) as readings:
                     result = self._engine.step(step, batch, flag=flag)
             else:
-                result = self._engine.step(step, batch, flag=flag)
+                result = self._engine.step(step, batch, flag=flag, record=record)
         self._outlet.step_done(step, result)
         terms = mean_terms(result.seconds)
         self._outlet.record(
@@ -282,13 +290,20 @@ class Run:
         )
         for reading in readings:
             self._write_memory(reading)
+        if record and not measure:
+            actions = self._by_rank(self._engine.clock.recorded())
+            self._outlet.record(ActionsRecord(step=step, actions={r: tuple(own) for r, own in actions.items()}))
         return result
 
-    def _write_memory(self, reading: MemoryReading) -> None:
-        gathered = [reading] * dist.get_world_size()
-        dist.all_gather_object(gathered, reading)
+    def _by_rank(self, own: T) -> dict[int, T]:
+        """What every rank has, by rank."""
+        gathered = [own] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
         ranks = sorted(rank for replica in self._plan.replicas for rank in replica.ranks)
-        by_rank = dict(zip(ranks, gathered, strict=True))
+        return dict(zip(ranks, gathered, strict=True))
+
+    def _write_memory(self, reading: MemoryReading) -> None:
+        by_rank = self._by_rank(reading)
         self._outlet.record(
             MemoryRecord(
                 method=reading.method,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.passes import ReplicaPass
 from specs.plan import Plan, Prediction
@@ -20,19 +20,23 @@ PREDICTED, MEASURED = 1, 2  # process numbers
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
-def trace(
-    plan: Plan, found: ReplicaPass | None, predicted: Prediction, host_seconds: float, measured: ActionsRecord | None
-) -> dict[str, Any]:
-    """The document.  `found`: the predicted passes of one kind of replica, if they could be priced.
+class PredictedStep(NamedTuple):
+    """The passes of one kind of replica, the step that they belong to, and its host seconds after the optimizer."""
 
-    `host_seconds`: of the step, after the optimizer.
-    """
+    found: ReplicaPass
+    predicted: Prediction
+    host_seconds: float
+
+
+def trace(plan: Plan, expected: PredictedStep | None, measured: ActionsRecord | None) -> dict[str, Any]:
+    """The document.  None: lanes that are left out."""
     events: list[Event] = []
     stages = _stage_of(plan)
-    if found is not None:
-        ranks = next(replica.ranks for replica in plan.replicas if replica.pipeline == found.replica.pipeline)
+    if expected is not None:
+        pipeline = expected.found.replica.pipeline
+        ranks = next(replica.ranks for replica in plan.replicas if replica.pipeline == pipeline)
         events += [*_lanes(PREDICTED, "predicted", {rank: stages[rank] for rank in ranks})]
-        events += _predicted(found, predicted, host_seconds, {rank: stages[rank] for rank in ranks})
+        events += _predicted(expected, {rank: stages[rank] for rank in ranks})
     if measured is not None:
         events += [
             *_lanes(MEASURED, f"measured, step {measured.step}", {rank: stages[rank] for rank in measured.actions})
@@ -80,10 +84,9 @@ def _event(process: int, rank: int, name: str, start: float, stop: float) -> Eve
     return event
 
 
-def _predicted(
-    found: ReplicaPass, predicted: Prediction, host_seconds: float, stages: dict[int, int]
-) -> Iterator[Event]:
+def _predicted(expected: PredictedStep, stages: dict[int, int]) -> Iterator[Event]:
     """Passes, then gradient sync, optimizer and host, which end together on all ranks."""
+    found, predicted, host_seconds = expected
     spans = found.spans()
     optimizer = predicted.step_terms.optimizer
     synced = predicted.step_time_seconds - optimizer - host_seconds

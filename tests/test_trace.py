@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from cost_models.sources import device_costs
 from cost_models.step import price
 from specs.plan import Plan
 from specs.presets import cluster_preset, model_preset
-from specs.runlog import ActionsRecord
+from specs.runlog import ActionsRecord, StepRecord, read_log
 from tests import plans, runs
 
 
@@ -95,3 +97,28 @@ def test_a_run_without_recorded_actions_says_so(tmp_path: Path) -> None:
     runs.write(tmp_path / "run", runs.whole_run())
     _, said = write_trace(tmp_path / "run", tmp_path / "trace.json")
     assert "no record of a step's actions" in said
+
+
+@pytest.mark.gloo
+def test_a_run_records_its_last_step(tmp_path: Path) -> None:
+    """Every action of every rank once; times within the step; names as predicted."""
+    made = plans.plan(stages=2, ranks=1, on=plans.cluster(2, kind="cpu"), micro_batches=4)
+    made = made.model_copy(update={"training": made.training.model_copy(update={"precision": "fp32"})})
+    made.save(tmp_path / "plan.json")
+    command = [str(Path(sys.executable).with_name("plait")), "train", "plan.json", "--out", "run", "--steps", "5"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    records = read_log(tmp_path / "run" / "log.jsonl")
+    (record,) = [record for record in records if isinstance(record, ActionsRecord)]
+    step = next(record for record in records if isinstance(record, StepRecord) and record.step == 5)
+    assert record.step == 5
+    assert sorted(record.actions) == [0, 1]
+    for actions in record.actions.values():
+        names = [name for name, _, _ in actions if name[-1].isdigit()]
+        assert sorted(names) == sorted(f"{kind}{number}" for kind in "FB" for number in range(4))
+        assert all(0 <= start < stop for _, start, stop in actions)
+        assert {"gradient_sync", "optimizer"} & {name for name, _, _ in actions}
+        passes = sum(stop - start for name, start, stop in actions if name[-1].isdigit())
+        assert passes < max(stop for _, _, stop in actions) <= 3 * step.seconds
+    document, said = write_trace(tmp_path / "run", tmp_path / "trace.json")
+    assert "no predicted lanes" in said
+    assert lanes(document, 2) == {0: "rank 0, stage 0", 1: "rank 1, stage 1"}
