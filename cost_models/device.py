@@ -116,7 +116,7 @@ class DeviceCosts:
         units: Interval | None = None,
     ) -> ModuleCost:
         """Roofline by kernel; recomputation repeats the forward pass or its attention scores."""
-        share = Share.of(module, degree, block_tokens, units)
+        share = Share.of(module, degree, block_tokens, seq_len, units)
         size = ACTIVATION_BYTES[self._precision]
         scores = score_flop(module, block_tokens, seq_len, share.units)
         rate = self._device.peak_flop_per_second[self._attention_precision]

@@ -131,7 +131,7 @@ class MeasuredCosts:
             backward_communication += forward_communication
         elif recompute == "selective":
             backward += forward * _selective_share(module, block_tokens, seq_len, own)
-        part, precision = Share.of(module, degree, block_tokens, own), self._training.precision
+        part, precision = Share.of(module, degree, block_tokens, seq_len, own), self._training.precision
         return ModuleCost(
             forward_seconds=forward,
             backward_seconds=backward,

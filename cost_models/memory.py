@@ -94,9 +94,9 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
     """Bytes kept from forward to backward of one micro-batch on one rank.
 
     # attention  a (n c h + T (2 q + 2 k) d) + 4 T q       mlp        a (n c h + (3 | 2) T f)
-    # head       a (n c h + v h)                           embedding  8 T
+    # head       a (n c h + v h)                           embedding  8 T       moe  `_moe_bytes`
     # full recompute: a c h (head: + 8 T).  selective: attention without its output and log-sum-exp, mlp without
-    #   its product
+    #   its product.  A norm of a module's output keeps that: a c h
     #   c tokens of the rank's chunk, T tokens of its block, h hidden, d head_dim, a bytes of an activation;
     #   q query heads, k KV heads, f columns (3 gated, 2 not), v vocabulary rows on this rank.  n = 2, the input and
     #   the normalised input; the head keeps the finished gradients of its input and weight instead of logits.
@@ -110,6 +110,8 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
         return chunk + (TOKEN_ID_BYTES * block_tokens if isinstance(module, Head) else 0)
     selective = recompute == "selective"
     chunks = 2 * chunk
+    if isinstance(module, Attention | Mlp) and module.post_norm:
+        chunks += chunk
     match module:
         case Attention():
             return chunks + _attention_bytes(module, share, precision, selective)
@@ -118,26 +120,55 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
         case Mlp():
             return chunks + size * block_tokens * units.size * (1 + module.gated + (not selective))
         case Moe():
-            tokens = routed_tokens(module, block_tokens, units)
-            shared = block_tokens * module.shared_ffn * units.size / module.num_experts
-            columns = 3 * (tokens * module.expert_ffn + shared)
-            router = 4 * block_tokens * module.num_experts
-            return chunks + round(size * (2 * tokens * module.hidden + columns)) + router
+            return chunks + _moe_bytes(module, share, size, selective)
         case Head():
             return chunks + size * units.size * module.hidden
 
 
+def _moe_bytes(module: Moe, share: Share, size: int, selective: bool) -> int:
+    """What routing keeps on the rank's own tokens, and its experts of the tokens that a balanced router sends them.
+
+    # router   c (4 E + 12 e + 4)     E experts, e of them a token, R = T e u / E tokens for the rank's u experts
+    # experts  a R (3 h + 3 f + 2) + 24 R       inputs, columns, outputs, weights, three lists of places
+    # shared   a 3 T f', and the gathered input a T h in a block of several
+    # selective: router and T e a, in a block of several also the gathered input and choices, T (a h + 8 e)
+    """
+    tokens, chosen = share.block_tokens, module.experts_per_token
+    router = share.chunk_tokens * (4 * module.num_experts + (TOKEN_ID_BYTES + 4) * chosen + 4)
+    gathered = size * tokens * module.hidden if share.degree > 1 else 0
+    if selective:
+        choices = TOKEN_ID_BYTES * tokens * chosen if share.degree > 1 else 0
+        return router + gathered + choices + size * tokens * chosen
+    routed = routed_tokens(module, tokens, share.units)
+    experts = size * (3 * module.hidden + 3 * module.expert_ffn + 2) + 3 * TOKEN_ID_BYTES
+    columns = _shared_columns(module, share.units)
+    return router + round(routed * experts) + (gathered + 3 * size * tokens * columns if columns else 0)
+
+
+def _shared_columns(module: Moe, units: Interval) -> int:
+    """Whole columns of the shared experts on a rank with these experts."""
+    rows, experts = module.shared_ffn, module.num_experts
+    return units.stop * rows // experts - units.start * rows // experts
+
+
 def _attention_bytes(module: Attention, share: Share, precision: Precision, selective: bool) -> int:
-    """What attention keeps between its two projections."""
+    """What attention keeps between its two projections.
+
+    # with a cap on scores, which no fused kernel takes: queries, the keys and values of each query head, the output,
+    #   and the scores after the cap and as probabilities: a 4 T q d + T q s (a + 4, and a beside fp32) + s^2
+    # with a window: the mask as the kernel wants it, a s^2
+    """
+    size, tokens, seq_len = ACTIVATION_BYTES[precision], share.block_tokens, share.seq_len
     queries, kv_heads = share.units.size, local_kv_heads(module, share.units)
-    heads = queries + 2 * kv_heads
-    log_sum_exp = 0
-    if not selective:
-        heads = queries * 2 + 2 * (kv_heads if _whole_kv_groups(module, share.units) else queries)
-        log_sum_exp = LOG_SUM_EXP_BYTES * share.block_tokens * queries
-        if module.qk_norm:
-            heads += queries + kv_heads
-    return ACTIVATION_BYTES[precision] * share.block_tokens * heads * module.head_dim + log_sum_exp
+    if selective:
+        return size * tokens * (queries + 2 * kv_heads) * module.head_dim
+    normed = queries + kv_heads if module.qk_norm else 0
+    if module.score_cap is not None:
+        scores = tokens * queries * seq_len * (size + 4 + (size if size < 4 else 0))
+        return size * tokens * (4 * queries + normed) * module.head_dim + scores + seq_len**2
+    heads = 2 * queries + 2 * (kv_heads if _whole_kv_groups(module, share.units) else queries) + normed
+    mask = size * seq_len**2 if module.window is not None and module.window < seq_len else 0
+    return size * tokens * heads * module.head_dim + LOG_SUM_EXP_BYTES * tokens * queries + mask
 
 
 def _latent_attention_bytes(module: LatentAttention, share: Share, precision: Precision, selective: bool) -> int:
@@ -197,6 +228,8 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
             return size * block_tokens * module.hidden + weights
         case Attention():
             inner = size * block_tokens * (2 * units.size + 2 * local_kv_heads(module, units)) * module.head_dim
+            if module.score_cap is not None:
+                inner += 8 * block_tokens * units.size * share.seq_len  # two of the gradients of scores, in fp32
         case LatentAttention():
             inner = size * block_tokens * 2 * units.size * (module.key_dim + module.value_dim)
         case Mlp():
@@ -207,6 +240,7 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
         case Head():
             piece = min(block_tokens, max(1, MAX_LOGIT_ELEMENTS // units.size))
             inner = piece * units.size * (4 if size == 4 else size + 4)  # in fp32 the loss works in place
+            inner += 4 * piece * units.size if module.logit_cap is not None else 0  # the cap's slope
     kept = activation_bytes(module, share, precision, recompute)
     return gathered + inner + weights + activation_bytes(module, share, precision) - kept
 
@@ -231,7 +265,7 @@ def module_groups(run: Iterable[ModulePlacement], chain: Mapping[str, Module]) -
     return list(groups.values())
 
 
-def share_of(placement: ModulePlacement, module: Module, rank: int, chunk_cuts: Cuts) -> Share:
+def share_of(placement: ModulePlacement, module: Module, rank: int, chunk_cuts: Cuts, seq_len: int) -> Share:
     """A stage's rank seen from one of its modules."""
     block, _ = block_of(placement.blocks, rank)
     start, stop = block_starts(placement.blocks)[block : block + 2]
@@ -240,6 +274,7 @@ def share_of(placement: ModulePlacement, module: Module, rank: int, chunk_cuts: 
         chunk_tokens=chunk_cuts[rank + 1] - chunk_cuts[rank],
         block_tokens=chunk_cuts[stop] - chunk_cuts[start],
         units=placement.units_of(rank, module),
+        seq_len=seq_len,
     )
 
 
@@ -280,7 +315,7 @@ class PlanMemory:
         kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
         for virtual, groups in enumerate(runs):
             for group in groups:
-                share = share_of(group.placement, group.module, member[2], cuts)
+                share = share_of(group.placement, group.module, member[2], cuts, self._plan.training.seq_len)
                 recompute = group.placement.recompute
                 kept[virtual] += group.count * activation_bytes(group.module, share, precision, recompute)
                 deferred[virtual] += group.count * deferred_bytes(group.module, share, precision)

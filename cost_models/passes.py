@@ -172,7 +172,7 @@ def _weight_seconds(
     plan: Plan, group: ModuleGroup, rank: int, cuts: Cuts, computing: float, communication: float
 ) -> float:
     """The part of a module's backward pass that a split one does later."""
-    share = share_of(group.placement, group.module, rank, cuts)
+    share = share_of(group.placement, group.module, rank, cuts, plan.training.seq_len)
     part = weight_gradient_share(
         group.module,
         block_tokens=share.block_tokens,
@@ -193,7 +193,7 @@ def _rank_costs(
     known: dict[tuple[object, ...], ModuleCost] = {}
     result = []
     for rank in range(len(ranks)):
-        share = share_of(placement, module, rank, cuts)
+        share = share_of(placement, module, rank, cuts, plan.training.seq_len)
         level = levels[block_of(placement.blocks, rank)[0]]
         kv_heads = local_kv_heads(module, share.units) if isinstance(module, Attention) else 0
         key = (share.degree, share.block_tokens, share.units.size, kv_heads, level)

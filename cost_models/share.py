@@ -11,15 +11,18 @@ from specs.model import Module
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank in a block of `degree` ranks: its own chunk of tokens, the block's gathered tokens, its own units."""
+    """A rank in a block of `degree` ranks: its own chunk of tokens, the block's gathered tokens, its own units, and the
+    length of the sequences.
+    """
 
     degree: int
     chunk_tokens: int
     block_tokens: int
     units: Interval
+    seq_len: int
 
     @staticmethod
-    def of(module: Module, degree: int, block_tokens: int, units: Interval | None = None) -> Share:
+    def of(module: Module, degree: int, block_tokens: int, seq_len: int, units: Interval | None = None) -> Share:
         """Share in an evenly cut block; `units` None: the largest, the one that others wait for."""
         own = largest_units(module, degree) if units is None else units
-        return Share(degree, -(-block_tokens // degree), block_tokens, own)
+        return Share(degree, -(-block_tokens // degree), block_tokens, own, seq_len)

@@ -233,7 +233,8 @@ class OptionSource:
         if key not in self._known:
             module = self.chain.modules[kind]
             shares, precision = distinct_shares(module, degree), self.training.precision
-            held = [Share.of(module, degree, block_tokens, units) for units in shares]
+            seq_len = self.training.seq_len
+            held = [Share.of(module, degree, block_tokens, seq_len, units) for units in shares]
             try:
                 costs = [self._cost(module, degree, block_tokens, recompute, level, units) for units in shares]
             except BadInputError as error:
@@ -247,7 +248,9 @@ class OptionSource:
                     activation=float(max(activation_bytes(module, own, precision, recompute) for own in held)),
                     working=float(max(working_bytes(module, own, precision, recompute) for own in held)),
                     mean_activation=sum(
-                        activation_bytes(module, Share.of(module, degree, block_tokens, units), precision, recompute)
+                        activation_bytes(
+                            module, Share.of(module, degree, block_tokens, seq_len, units), precision, recompute
+                        )
                         for units in all_shares(module, degree)
                     )
                     / degree,

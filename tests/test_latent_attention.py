@@ -59,7 +59,7 @@ def test_ranks_of_a_block_together_do_the_work_of_one(degree: int, tokens: int) 
 def test_operations_are_two_per_token_and_weight() -> None:
     matrices = sum(tensor.num_elements for tensor in tensors_of(SMALL) if tensor.cols)
     assert matrix_flop(SMALL, 10, Interval(0, 6)) == 2 * 10 * matrices
-    share = Share(3, 10, 30, Interval(2, 4))
+    share = Share(3, 10, 30, Interval(2, 4), 6)
     assert sum(product.flop for product in products_of(SMALL, share)) == matrix_flop(SMALL, 30, Interval(2, 4))
 
 
@@ -77,7 +77,7 @@ def test_low_rank_weights_are_on_every_rank() -> None:
 
 
 def test_bytes_kept_are_counted_by_hand() -> None:
-    share, c, t, n = Share(2, 5, 10, Interval(0, 3)), 5, 10, 3
+    share, c, t, n = Share(2, 5, 10, Interval(0, 3), 10), 5, 10, 3
     q, k, v, out = t * n * 24, t * n * 16, t * n * 12, t * n * 12
     latents, joined, log_sum_exp = 2 * c * 48, t * n * 8, 4 * t * n
     assert activation_bytes(SMALL, share, "bf16") == 2 * (2 * c * 96 + latents + q + k + joined + v + out) + log_sum_exp

@@ -26,7 +26,7 @@ from executor.collectives import Block
 from executor.layout import ModuleLayout, tensor_holdings
 from executor.stage import StageModule, build_module
 from specs.layout import Interval, balanced_cuts
-from specs.model import Attention, Embedding, Head, Mlp, Module, Norm, num_units
+from specs.model import Attention, Embedding, Head, Mlp, Module, Moe, Norm, num_units
 from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Stage
 from tests.layouts import ReplicaShape, StageShape, build, small_model
 from tests.plans import plan, tiny_model
@@ -42,6 +42,16 @@ MODULES: dict[str, Module] = {
     "mlp": Mlp(hidden=128, ffn=350),
     "mlp, plain": Mlp(hidden=128, ffn=512, gated=False, activation="gelu", norm=LAYERNORM, bias=True),
     "head": Head(hidden=128, vocab=500),
+    "head, capped": Head(hidden=128, vocab=500, logit_cap=30.0),
+    "attention, norm after": Attention(hidden=128, num_heads=8, num_kv_heads=4, head_dim=16, post_norm=True),
+    "attention, window": Attention(hidden=128, num_heads=8, num_kv_heads=8, head_dim=16, window=32),
+    "attention, capped": Attention(
+        hidden=128, num_heads=8, num_kv_heads=4, head_dim=16, post_norm=True, score_cap=50.0, qk_norm=True
+    ),
+    "mlp, norm after": Mlp(hidden=128, ffn=350, post_norm=True, activation="gelu_tanh"),
+    "experts": Moe(hidden=128, num_experts=8, experts_per_token=2, expert_ffn=192),
+    "experts and shared ones": Moe(hidden=128, num_experts=8, experts_per_token=2, expert_ffn=192, shared_ffn=300),
+    "many experts": Moe(hidden=64, num_experts=32, experts_per_token=4, expert_ffn=64),
 }
 
 
@@ -92,10 +102,24 @@ def kept_bytes(module: Module, share: Share, seq_len: int, recompute: Recompute)
         return tensor
 
     ids = torch.zeros(share.block_tokens, dtype=torch.int64)
-    chunk = torch.randn(share.chunk_tokens, module.hidden, requires_grad=True)
+    chunk = torch.randn(share.chunk_tokens, module.hidden)
+    if isinstance(module, Moe):
+        chunk = _balanced(module, built, share.chunk_tokens)
+    chunk.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         StageModule([built])(ids if module.kind == "embedding" else chunk, ids, 1.0)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _balanced(module: Moe, built: torch.nn.Module, num_tokens: int) -> torch.Tensor:
+    """Tokens that the router sends to all experts in turn."""
+    built.norm.data.fill_(1.0)
+    built.router.data.copy_(torch.eye(module.num_experts, module.hidden))
+    chunk = torch.zeros(num_tokens, module.hidden)
+    for place in range(module.experts_per_token):
+        experts = (torch.arange(num_tokens) * module.experts_per_token + place) % module.num_experts
+        chunk[torch.arange(num_tokens), experts] = 1.0
+    return chunk
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -103,7 +127,7 @@ def kept_bytes(module: Module, share: Share, seq_len: int, recompute: Recompute)
 @pytest.mark.parametrize("name", MODULES)
 def test_activations_are_what_autograd_keeps(name: str, degree: int, recompute: Recompute) -> None:
     module = MODULES[name]
-    share = Share.of(module, degree, 8 * 64)
+    share = Share.of(module, degree, 8 * 64, 64)
     measured = kept_bytes(module, share, 64, recompute)
     assert activation_bytes(module, share, "fp32", recompute) == pytest.approx(measured, rel=0.03)
 
@@ -183,7 +207,7 @@ def test_shared_kv_heads_have_more_owners() -> None:
 def test_in_flight_micro_batches_multiply_activations() -> None:
     one = plan(stages=4, ranks=1, micro_batches=8)
     first, last = rank_memory(one, 0, 0, 0), rank_memory(one, 0, 3, 0)
-    share = Share(1, 32, 32, Interval(0, 256))
+    share = Share(1, 32, 32, Interval(0, 256), 32)
     assert last.activations == sum(
         activation_bytes(module, dataclasses.replace(share, units=Interval(0, units)), "bf16")
         for module, units in _modules_of(one, 3)
@@ -203,7 +227,7 @@ def _modules_of(layout: Plan, stage: int) -> list[tuple[Module, int]]:
 @given(st.sampled_from(sorted(MODULES)), st.sampled_from([1, 2, 4]), st.integers(1, 6))
 def test_recomputation_never_keeps_more(name: str, degree: int, sequences: int) -> None:
     module = MODULES[name]
-    share = Share.of(module, degree, 64 * sequences * degree)
+    share = Share.of(module, degree, 64 * sequences * degree, 64)
     kept = [activation_bytes(module, share, "bf16", mode) for mode in ("none", "selective", "full")]
     working = [working_bytes(module, share, "bf16", mode) for mode in ("none", "selective", "full")]
     assert kept == sorted(kept, reverse=True)

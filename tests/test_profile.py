@@ -48,7 +48,7 @@ def test_operations_and_bytes(measured: Profile) -> None:
         whole = 4 * sum(tensor.num_elements for tensor in tensors_of(timing.module))
         assert whole / timing.degree <= timing.weight_bytes <= whole
         units = Interval(0, num_units(timing.module) // timing.degree)
-        share = Share(timing.degree, timing.block_tokens // timing.degree, timing.block_tokens, units)
+        share = Share(timing.degree, timing.block_tokens // timing.degree, timing.block_tokens, units, timing.seq_len)
         kept = activation_bytes(timing.module, share, "fp32")
         # What the formula leaves out, large beside so small a model: the rotary table, norm statistics, and for the
         # embedding the token ids of the whole micro-batch, of which a block's are a view.
