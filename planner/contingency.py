@@ -22,7 +22,7 @@ from specs.plan import Alternative, Contingency, ContingencyPolicy, Plan, Predic
 from specs.units import num_bytes
 
 # Candidates of a policy that are priced, the best by their estimates, when a plan is made and when a rank is lost.
-PRICED_AHEAD = 2
+PRICED_AHEAD = 3
 PRICED_ON_LOSS = 4
 # Times that everything is composed anew with less memory, when a price finds more than the tables of the search.
 TIGHTENED = 6

@@ -74,7 +74,8 @@ def render_prediction(plan: Plan, predicted: Prediction, *, profiled: bool) -> l
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The keys that scripts read, and the whole layout."""
-    found = plan.model_dump(mode="json", include={"predicted", "certificate", "ladder", "alternatives", "contingencies"})
+    names = {"predicted", "certificate", "ladder", "alternatives", "contingencies"}
+    found = plan.model_dump(mode="json", include=names)
     pipelines = [
         {
             "micro_batch": pipeline.micro_batch,
