@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cost_models.buckets import holdings
 from cost_models.interface import CostModel
 from cost_models.passes import ReplicaPass, replica_pass
+from cost_models.sharding import micro_batch_seconds
 from cost_models.simulation import simulate_plan
 from cost_models.step import price
 from cost_models.topology import Topology
@@ -29,7 +31,8 @@ def read_source(source: Path) -> tuple[Plan, Path, list[Record]]:
 def first_pass(plan: Plan, costs: CostModel) -> ReplicaPass:
     """One predicted step of the first kind of replica.  Raises `BadInputError` for costs that are not known."""
     topology = Topology(plan)
-    return replica_pass(plan, costs, topology, dict(plan.model.modules()), topology.classes[0])
+    sharding = micro_batch_seconds(plan, costs, topology, holdings(plan).buckets)
+    return replica_pass(plan, costs, topology, dict(plan.model.modules()), topology.classes[0], sharding)
 
 
 def gather(source: Path, *, profile: Path | None, days: float, trials: int) -> Inputs:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specs.layout import Interval, refine
-from specs.model import Module
+from specs.model import Embedding, Head, Module
 from specs.plan import ModulePlacement, Plan
-from specs.tensors import TensorSpec, local_rows, parameter_name, tensors_of
+from specs.tensors import TensorSpec, local_rows, parameter_name, sharding_level, tensors_of
 
 # The executor closes a bucket once it has this many elements; a test holds the two together.
 BUCKET_ELEMENTS = 8 * 2**20
@@ -24,12 +25,18 @@ Member = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements that exactly these members hold; `zero` as in the placement, `decay` keeps vectors apart."""
+    """Elements that exactly these members hold; `decay` keeps vectors apart.
+
+    `zero` is the level of the tensors: that of the placement, but vectors are never gathered.  Of level 3:
+    `num_modules` have such elements, each gathered alone, and `gathered_again` in backward.
+    """
 
     members: tuple[Member, ...]
     num_elements: int
     zero: int
     decay: bool
+    gathered_again: bool = False
+    num_modules: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,15 @@ class Holdings:
 
     buckets: tuple[Bucket, ...]
     copied: dict[Member, int]
+
+
+class _Key(NamedTuple):
+    """What the elements of one bucket have in common."""
+
+    members: tuple[Member, ...]
+    zero: int
+    decay: bool
+    gathered_again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,8 @@ def holdings(plan: Plan) -> Holdings:
             for placement in stage.modules:
                 places[placement.module].append(_Place(number, index, chain[placement.module], placement))
     tensors: defaultdict[str, list[tuple[TensorSpec, _Place]]] = defaultdict(list)
-    sizes: defaultdict[tuple[tuple[Member, ...], int, bool], int] = defaultdict(int)
+    sizes: defaultdict[_Key, int] = defaultdict(int)
+    num_modules: defaultdict[_Key, int] = defaultdict(int)
     copied: defaultdict[Member, int] = defaultdict(int)
     alike: defaultdict[tuple[object, ...], int] = defaultdict(int)
     example: dict[tuple[object, ...], list[_Place]] = {}
@@ -79,34 +96,48 @@ def holdings(plan: Plan) -> Holdings:
             alike[key] += 1
             example[key] = where
     for holders in tensors.values():
-        _add(holders, 1, sizes, copied)
+        for touched in _add(holders, 1, sizes, copied):
+            num_modules[touched] += 1
     for key, count in alike.items():
+        of_module = set()
         for tensor in tensors_of(example[key][0].module):
-            _add([(tensor, place) for place in example[key]], count, sizes, copied)
+            of_module |= _add([(tensor, place) for place in example[key]], count, sizes, copied)
+        for touched in of_module:
+            num_modules[touched] += count
     return Holdings(
-        tuple(Bucket(members, size, zero, decay) for (members, zero, decay), size in sizes.items()), dict(copied)
+        tuple(
+            Bucket(key.members, size, key.zero, key.decay, key.gathered_again, num_modules[key])
+            for key, size in sizes.items()
+        ),
+        dict(copied),
     )
 
 
 def _add(
     holders: Sequence[tuple[TensorSpec, _Place]],
     count: int,
-    sizes: defaultdict[tuple[tuple[Member, ...], int, bool], int],
+    sizes: defaultdict[_Key, int],
     copied: defaultdict[Member, int],
-) -> None:
-    """Count `count` equal tensors with their holders."""
-    tensor, zero = holders[0][0], holders[0][1].placement.zero
+) -> set[_Key]:
+    """Count `count` equal tensors with their holders; returns the buckets that they lie in."""
+    tensor, place = holders[0]
+    zero = sharding_level(tensor, place.placement.zero)
+    again = zero == 3 and not isinstance(place.module, Embedding | Head)
     width = max(tensor.cols, 1)
     held: dict[tuple[Member, Interval], None] = {}
-    for spec, place in holders:
-        for rank in range(sum(place.placement.blocks)):
-            rows = local_rows(place.module, spec, place.placement.units_of(rank, place.module))
-            held[(place.pipeline, place.stage, rank), rows] = None
+    for spec, where in holders:
+        for rank in range(sum(where.placement.blocks)):
+            rows = local_rows(where.module, spec, where.placement.units_of(rank, where.module))
+            held[(where.pipeline, where.stage, rank), rows] = None
     atoms = refine({rows for _, rows in held})
+    touched: set[_Key] = set()
     for atom in atoms:
         inside = (member for member, rows in held if rows.start <= atom.start and atom.stop <= rows.stop)
-        sizes[tuple(dict.fromkeys(inside)), zero, tensor.decay] += count * atom.size * width
+        key = _Key(tuple(dict.fromkeys(inside)), zero, tensor.decay, again)
+        sizes[key] += count * atom.size * width
+        touched.add(key)
     known = set(atoms)
     for member, rows in held:
-        if rows not in known:
+        if rows not in known and zero < 3:
             copied[member] += count * rows.size * width
+    return touched

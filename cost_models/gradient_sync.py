@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from cost_models.buckets import BUCKET_ELEMENTS, Bucket, Member
+from cost_models.buckets import Bucket, Member
 from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES
 from cost_models.passes import ReplicaPass
+from cost_models.sharding import Collectives, bucket_collectives
 from cost_models.topology import Topology
-from specs.cluster import CollectiveOp, Precision
+from specs.cluster import Precision
 from specs.plan import Plan
 
 
@@ -49,25 +49,13 @@ def sync_end(
 
 
 def bucket_seconds(costs: CostModel, topology: Topology, bucket: Bucket, precision: Precision) -> float:
-    """Collectives of one bucket, alone.
+    """Collectives of one bucket once a step, alone.
 
-    # zero 0: all-reduce of 4 N bytes     zero 1: reduce-scatter of 4 N, and after the update all-gather of w N
-    #   N elements, w bytes of a weight; large buckets go in pieces of BUCKET_ELEMENTS
+    # zero 0  all-reduce of 4 N bytes             zero 1  reduce-scatter of 4 N, after the update all-gather of w N
+    # zero 2  after the update all-gather of w N  zero 3  none
+    #   N elements, w bytes of a weight; what goes beside every micro-batch is `cost_models.sharding`
     """
-    span = topology.group(bucket.members)
-    if span.num_ranks == 1:
-        return 0.0
-    pieces = max(1, round(bucket.num_elements / BUCKET_ELEMENTS))
-    steps: tuple[tuple[CollectiveOp, int], ...] = (("all_reduce", GRADIENT_BYTES),)
-    if bucket.zero:
-        steps = (("reduce_scatter", GRADIENT_BYTES), ("all_gather", WEIGHT_BYTES[precision]))
-    return pieces * sum(
-        costs.collective(
-            op,
-            num_ranks=span.num_ranks,
-            payload_bytes=math.ceil(bucket.num_elements * size / pieces),
-            level=span.level,
-            ranks_per_domain=span.ranks_per_domain,
-        )
-        for op, size in steps
-    )
+    scatter: Collectives = (("reduce_scatter", GRADIENT_BYTES),)
+    gather: Collectives = (("all_gather", WEIGHT_BYTES[precision]),)
+    once: dict[int, Collectives] = {0: (("all_reduce", GRADIENT_BYTES),), 1: scatter + gather, 2: gather, 3: ()}
+    return bucket_collectives(costs, topology, bucket, once[bucket.zero])

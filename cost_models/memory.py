@@ -19,7 +19,7 @@ from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
 from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
 from specs.plan import MemoryTerms, ModulePlacement, Plan, Recompute
 from specs.schedule import Held, most_held
-from specs.tensors import local_num_elements, local_rows, tensors_of
+from specs.tensors import local_num_elements, local_rows, sharding_level, tensors_of
 
 WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
@@ -57,28 +57,39 @@ def static_bytes(
 
     `units`: the rank's own, None for the largest share.
 
-    # weights w N, gradients 4 N, optimizer (8 + 4 [w < 4]) N / n
-    #   N local elements, w bytes of the compute type; n owners of each interval, 1 without optimizer sharding,
-    #   else the copies, times the ranks of a block for what all of them hold (norms) or share (KV heads)
+    # weights w N, gradients 4 N, optimizer (8 + 4 [w < 4]) N / n;  gradients 4 N / n from zero 2 on, and with zero 3
+    # weights w N / n (vectors w N)
+    #   N local elements, w bytes of the compute type; n owners of each interval, 1 without sharding, else the copies,
+    #   times the ranks of a block for what all of them hold (norms) or share (KV heads)
     """
     own = largest_units(module, degree) if units is None else units
-    held, owned = 0, 0.0
+    held = 0
+    owned = kept = 0.0  # elements whose state is kept here, and of which weights are
     for tensor in tensors_of(module):
         width = max(tensor.cols, 1)
         rows = local_rows(module, tensor, own)
-        held += rows.size * width
+        size = rows.size * width
+        held += size
         if not zero:
-            owned += rows.size * width
+            part = float(size)
         elif tensor.cut == "whole":
-            owned += rows.size * width / (num_copies * degree)
+            part = size / (num_copies * degree)
         elif tensor.cut == "kv":
             assert isinstance(module, Attention)
             groups = kv_groups_of(own, module.num_heads, module.num_kv_heads)
-            for group in range(groups.start, groups.stop):
-                owned += tensor.rows_per_unit * width / (num_copies * _kv_holders(module, group, degree))
+            part = sum(
+                tensor.rows_per_unit * width / (num_copies * _kv_holders(module, group, degree))
+                for group in range(groups.start, groups.stop)
+            )
         else:
-            owned += rows.size * width / num_copies
-    return StaticBytes(held * WEIGHT_BYTES[precision], held * GRADIENT_BYTES, round(owned * _state_bytes(precision)))
+            part = size / num_copies
+        owned += part
+        kept += part if sharding_level(tensor, zero) == 3 else size
+    return StaticBytes(
+        round(kept * WEIGHT_BYTES[precision]),
+        round((owned if zero >= 2 else held) * GRADIENT_BYTES),
+        round(owned * _state_bytes(precision)),
+    )
 
 
 def _kv_holders(module: Attention, group: int, degree: int) -> int:
@@ -245,6 +256,21 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
     return gathered + inner + weights + activation_bytes(module, share, precision) - kept
 
 
+def matrix_elements(module: Module, units: Interval) -> list[int]:
+    """Elements of each matrix of a module on one rank."""
+    return [local_rows(module, tensor, units).size * tensor.cols for tensor in tensors_of(module) if tensor.cols]
+
+
+def sharding_bytes(scattered: int, bucket: int, gathered: int, precision: Precision) -> int:
+    """Buffers during the passes of what is scattered after every micro-batch and gathered around every use.
+
+    # 4 min(N, 3 B) + 2 w M
+    #   N elements of level 2 and 3, B of the largest bucket: one fills while two are summed;  M matrices of the largest
+    #   module of level 3: in use, and those gathered meanwhile;  w bytes of a weight
+    """
+    return GRADIENT_BYTES * min(scattered, 3 * bucket) + 2 * WEIGHT_BYTES[precision] * gathered
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
     """Equal modules, equally placed, of one virtual stage."""
@@ -286,16 +312,23 @@ class PlanMemory:
         self._plan = plan
         self._chain = dict(plan.model.modules())
         self._reserved_bytes = reserved_bytes
-        self._held: defaultdict[Member, int] = defaultdict(int)
-        self._gathered: defaultdict[Member, int] = defaultdict(int)
+        self._weights: defaultdict[Member, float] = defaultdict(float, held.copied)
+        self._gradients: defaultdict[Member, float] = defaultdict(float)
+        self._scattered: defaultdict[Member, int] = defaultdict(int)  # after every micro-batch
+        self._gathered: defaultdict[Member, int] = defaultdict(int)  # after the update, at most at once
         self.owned: defaultdict[Member, float] = defaultdict(float)
-        self._copied = held.copied
         for bucket in held.buckets:
             owners = sum(replicas_of[pipeline] for pipeline, _, _ in bucket.members)
             for member in bucket.members:
-                self._held[member] += bucket.num_elements
-                self.owned[member] += bucket.num_elements / (owners if bucket.zero else 1)
-                if bucket.zero and owners > 1:
+                part = bucket.num_elements / (owners if bucket.zero else 1)
+                self.owned[member] += part
+                self._weights[member] += part if bucket.zero == 3 else bucket.num_elements
+                self._gradients[member] += part if bucket.zero >= 2 else bucket.num_elements
+                if owners == 1:
+                    continue
+                if bucket.zero >= 2:
+                    self._scattered[member] += bucket.num_elements
+                if bucket.zero in (1, 2):
                     largest = min(bucket.num_elements, BUCKET_ELEMENTS)
                     self._gathered[member] = max(self._gathered[member], largest)
 
@@ -313,6 +346,7 @@ class PlanMemory:
     ) -> MemoryTerms:
         precision = self._plan.training.precision
         kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
+        bucket, gathered = BUCKET_ELEMENTS, 0
         for virtual, groups in enumerate(runs):
             for group in groups:
                 share = share_of(group.placement, group.module, member[2], cuts, self._plan.training.seq_len)
@@ -320,20 +354,24 @@ class PlanMemory:
                 kept[virtual] += group.count * activation_bytes(group.module, share, precision, recompute)
                 deferred[virtual] += group.count * deferred_bytes(group.module, share, precision)
                 working = max(working, working_bytes(group.module, share, precision, recompute))
+                matrices = matrix_elements(group.module, share.units)
+                bucket = max(bucket, *matrices)
+                gathered = max(gathered, sum(matrices) if group.placement.zero == 3 else 0)
         activations = max(
             sum(n * size for n, size in zip(held.kept + held.deferred, kept + deferred, strict=True))
             for held in moments
         )
         weight = WEIGHT_BYTES[precision]
-        # Sharded buckets are scattered and gathered when activations are gone; a chunk is on its way in and out at
-        # every edge of the pipeline.
-        sharding = max(0, self._gathered[member] * weight - activations - working)
+        # What is scattered and gathered once a step finds activations gone; a chunk is on its way in and out at every
+        # edge of the pipeline.
+        passing = sharding_bytes(self._scattered[member], bucket, gathered, precision)
+        sharding = max(passing, self._gathered[member] * weight - activations - working)
         chunk = ACTIVATION_BYTES[precision] * (cuts[member[2] + 1] - cuts[member[2]]) * self._plan.model.hidden
         last = len(self._plan.pipelines[member[0]].stages) - 1
         edges = 2 * len(runs) - (member[1] == 0) - (member[1] == last)
         return MemoryTerms(
-            weights=(self._held[member] + self._copied.get(member, 0)) * weight,
-            gradients=self._held[member] * GRADIENT_BYTES,
+            weights=round(self._weights[member] * weight),
+            gradients=round(self._gradients[member] * GRADIENT_BYTES),
             optimizer=round(self.owned[member] * _state_bytes(precision)),
             activations=activations,
             working=working,

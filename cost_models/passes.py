@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cost_models.flops import largest_units, local_kv_heads, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ACTIVATION_BYTES, ModuleGroup, module_groups, share_of
 from cost_models.pipeline import PipelineTiming, Span, action_spans, simulate_actions
+from cost_models.sharding import MicroBatchSeconds
 from cost_models.topology import ReplicaClass, Topology
 from specs.layout import Cuts, block_of, block_starts
 from specs.model import Attention, Module
@@ -20,7 +21,7 @@ from specs.schedule import Actions
 @dataclass(frozen=True, slots=True)
 class StagePass:
     """One micro-batch on one stage, seconds.  `forward` and `backward` are what the stage takes, with communication,
-    waiting inside blocks, loading and host; `weight` is the part of backward that comes later in schedules that split
+    waiting inside blocks, loading, host and exposed `sharding` of gradients and weights; `weight` is the part of backward that comes later in schedules that split
     it.  The `mean_` parts are computing alone, means over its ranks.  `variance` is that of one rank's forward and
     backward time.
     """
@@ -32,6 +33,7 @@ class StagePass:
     mean_backward: float
     data: float
     other: float
+    sharding: float
     variance: float
     estimated: bool
 
@@ -60,15 +62,28 @@ class ReplicaPass:
 
 
 def replica_pass(
-    plan: Plan, costs: CostModel, topology: Topology, chain: Mapping[str, Module], replica: ReplicaClass
+    plan: Plan,
+    costs: CostModel,
+    topology: Topology,
+    chain: Mapping[str, Module],
+    replica: ReplicaClass,
+    sharding: Mapping[tuple[int, int], MicroBatchSeconds],
 ) -> ReplicaPass:
+    """`sharding` by (pipeline, stage); virtual stages have equal parts of it."""
     pipeline = plan.pipelines[replica.pipeline]
     num_stages = len(pipeline.stages)
     num_micro_batches = replica.sequences // pipeline.micro_batch
     actions = pipeline.stage_actions(num_micro_batches)
     runs = [
         [
-            _virtual_stage_pass(plan, costs, topology, chain, replica, index, virtual, splits=_splits(actions[index]))
+            _with_sharding(
+                _virtual_stage_pass(
+                    plan, costs, topology, chain, replica, index, virtual, splits=_splits(actions[index])
+                ),
+                costs,
+                sharding.get((replica.pipeline, index)),
+                pipeline.num_virtual,
+            )
             for virtual in range(pipeline.num_virtual)
         ]
         for index in range(num_stages)
@@ -94,6 +109,15 @@ def _splits(actions: Actions) -> bool:
     return any(action.kind == "W" for action in actions)
 
 
+def _with_sharding(run: StagePass, costs: CostModel, sharding: MicroBatchSeconds | None, num_virtual: int) -> StagePass:
+    """What does not hide beside the passes takes time of its own."""
+    if sharding is None:
+        return run
+    forward = costs.exposed_gradient_sync(sharding.forward / num_virtual, run.forward, sharded=True)
+    backward = costs.exposed_gradient_sync(sharding.backward / num_virtual, run.backward, sharded=True)
+    return replace(run, forward=run.forward + forward, backward=run.backward + backward, sharding=forward + backward)
+
+
 def _together(runs: Sequence[StagePass]) -> StagePass:
     """All virtual stages of a stage."""
     return StagePass(
@@ -104,6 +128,7 @@ def _together(runs: Sequence[StagePass]) -> StagePass:
         mean_backward=sum(run.mean_backward for run in runs),
         data=sum(run.data for run in runs),
         other=sum(run.other for run in runs),
+        sharding=sum(run.sharding for run in runs),
         variance=sum(run.variance for run in runs),
         estimated=any(run.estimated for run in runs),
     )
@@ -163,6 +188,7 @@ def _virtual_stage_pass(
         mean_backward=mean_backward,
         data=data,
         other=host * (2 + splits),
+        sharding=0.0,
         variance=variance,
         estimated=estimated,
     )

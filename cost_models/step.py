@@ -17,6 +17,7 @@ from cost_models.gradient_sync import sync_end
 from cost_models.interface import CostModel
 from cost_models.memory import PlanMemory
 from cost_models.passes import ReplicaPass, replica_pass
+from cost_models.sharding import micro_batch_seconds
 from cost_models.stragglers import expected_maximum
 from cost_models.topology import Topology
 from specs.failures import FailureModel
@@ -33,7 +34,8 @@ def price(plan: Plan, costs: CostModel, *, failures: FailureModel | None = None)
     held = holdings(plan)
     replicas_of = Counter(replica.pipeline for replica in plan.replicas)
     memory = PlanMemory(plan, held, replicas_of, reserved_bytes=costs.reserved_bytes)
-    passes = [replica_pass(plan, costs, topology, chain, replica) for replica in topology.classes]
+    sharding = micro_batch_seconds(plan, costs, topology, held.buckets)
+    passes = [replica_pass(plan, costs, topology, chain, replica, sharding) for replica in topology.classes]
     synced = sync_end(plan, costs, topology, held.buckets, passes)
     optimizer = max(costs.optimizer(round(elements)) for elements in memory.owned.values())
     straggler = _straggler_seconds(passes)
@@ -86,9 +88,11 @@ def _terms(
             totals["backward"] += weight * m * stage.mean_backward
             totals["data"] += weight * m * stage.data
             totals["other"] += weight * (m * stage.other + other_per_step)
-            totals["tp_communication"] += weight * max(0.0, busy - computing - m * (stage.data + stage.other))
+            totals["tp_communication"] += weight * max(
+                0.0, busy - computing - m * (stage.data + stage.other + stage.sharding)
+            )
             totals["pipeline_idle"] += weight * (item.timing.finish_seconds[index] - busy)
-            totals["gradient_sync"] += weight * (sync_end - item.timing.finish_seconds[index])
+            totals["gradient_sync"] += weight * (sync_end - item.timing.finish_seconds[index] + m * stage.sharding)
     totals["optimizer"] = optimizer
     return StepTerms(**{name: max(0.0, seconds) for name, seconds in totals.items()})
 

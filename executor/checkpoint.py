@@ -21,8 +21,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from executor.buckets import Bucket, Piece
 from executor.engine import Engine
-from executor.sync import Bucket, Piece
 from specs.base import Document, Spec, load_document, write_whole
 from specs.errors import BadInputError
 from specs.layout import Interval
@@ -210,21 +210,23 @@ def load_checkpoint(engine: Engine, place: Path, manifest: Manifest) -> None:
                 "Is it of another model?"
             )
 
+    def read(tensor: str, elements: Interval) -> torch.Tensor:
+        values = torch.empty(elements.size, dtype=engine.sync.buckets[0].master.dtype)
+        fill(values, tensor, "weight", elements)
+        return values
+
     try:
+        engine.set_weights(read)
         for bucket in engine.sync.buckets:
             state = engine.optimizer.adam.state[bucket.master]
             for piece in bucket.layout.pieces:
-                whole = bucket.weights[piece.offset : piece.offset + piece.elements.size]
-                fill(whole, piece.tensor, "weight", piece.elements)
                 mine = Interval(piece.offset, piece.offset + piece.elements.size).overlap(bucket.segment)
                 if mine.size <= 0:
                     continue
                 elements = mine.shifted(piece.elements.start - piece.offset)
                 where = mine.shifted(-bucket.segment.start)
-                for kind in KINDS:
-                    target = bucket.master.detach() if kind == "weight" else state[kind]
-                    fill(target[where.start : where.stop], piece.tensor, kind, elements)
-            bucket.publish()
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    fill(state[kind][where.start : where.stop], piece.tensor, kind, elements)
     except SafetensorError as error:
         raise BadInputError(f"checkpoint {place.name} cannot be read: {error}.") from None
     engine.optimizer.set_steps(manifest.step)

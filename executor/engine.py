@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from executor.buckets import Read, bucket_layouts
 from executor.clock import Clock
+from executor.gathered import release
 from executor.groups import Groups
 from executor.layout import Layout, ModuleLayout, tensor_holdings
 from executor.modules import BlockModule, HeadModule
 from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
 from executor.stage import StageModule, build_module
-from executor.sync import GradientSync, LocalTensor, bucket_layouts
+from executor.sync import GradientSync, LocalTensor
 from executor.weight_work import WeightWork
 from executor.weights import initial_values
 from specs.layout import Interval
@@ -71,9 +73,12 @@ class Engine:
         self.sync = GradientSync(
             layouts,
             self.local,
+            self.chain,
             process=self.layout.process,
             groups=self.groups,
             clock=self.clock,
+            num_micro_batches=plan.num_micro_batches(self.layout.replica),
+            num_rounds=max(plan.num_micro_batches(replica) for replica in plan.replicas),
             overlap=device.type == "cuda" if overlap is None else overlap,
         )
         self._initialise(seed, {name: entry.tensor.init for name, entry in holdings.items()})
@@ -89,13 +94,15 @@ class Engine:
         )
 
     def _build(self, module: ModuleLayout, weight_work: WeightWork) -> BlockModule:
-        return build_module(
-            module,
-            self.groups.block(module, self.clock, weight_work),
-            chunk=self.layout.chunk,
-            seq_len=self.plan.training.seq_len,
-            dtype=self.dtype,
-            device=self.device,
+        return release(
+            build_module(
+                module,
+                self.groups.block(module, self.clock, weight_work),
+                chunk=self.layout.chunk,
+                seq_len=self.plan.training.seq_len,
+                dtype=self.dtype,
+                device=self.device,
+            )
         )
 
     @property
@@ -116,17 +123,11 @@ class Engine:
 
         self.set_weights(first)
 
-    def set_weights(self, read: Callable[[str, Interval], torch.Tensor]) -> None:
+    def set_weights(self, read: Read) -> None:
         """Fill weights and their masters; `read` gives row-major elements of a global tensor, flat, of any type."""
         for bucket in self.sync.buckets:
-            for piece in bucket.layout.pieces:
-                whole = Interval(piece.offset, piece.offset + piece.elements.size)
-                values = read(piece.tensor, piece.elements).to(self.device)
-                bucket.weights[slice(*whole)] = values.to(self.dtype)
-                mine = whole.overlap(bucket.segment)
-                if mine.size > 0:
-                    master = bucket.master[slice(*mine.shifted(-bucket.segment.start))]
-                    master.copy_(values[slice(*mine.shifted(-piece.offset))])
+            bucket.fill(read)
+        for bucket in self.sync.buckets:
             bucket.publish()
 
     def _micro_batches(self, batch: Batch) -> Callable[[int], MicroBatch]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from executor.buckets import Bucket
 from executor.engine import Engine
-from executor.sync import Bucket
 from specs.layout import Interval, refine
 
 NUM_KINDS = 3  # weight, exp_avg, exp_avg_sq

@@ -23,7 +23,7 @@ class MemoryReading:
     activation_bytes: int  # tensors kept for backward, at their most
 
 
-class _LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Counts the bytes of storages made by operations while the mode is on and still alive."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def static_tensors(engine: Engine) -> list[torch.Tensor]:
     """Weights, gradients, masters and moments of a rank."""
     tensors: list[torch.Tensor] = [p for module in engine.chain for p in module.parameters()]
     for bucket in engine.sync.buckets:
-        tensors += [bucket.weights, bucket.gradients, bucket.master]
+        tensors += [bucket.weights, bucket.shard, bucket.gradients, bucket.master]
         tensors += [value for key, value in engine.optimizer.adam.state[bucket.master].items() if key != "step"]
     return tensors
 
@@ -141,7 +141,7 @@ def measure_step(engine: Engine) -> Iterator[list[MemoryReading]]:
         peak = torch.cuda.max_memory_allocated()
         readings.append(MemoryReading("cuda allocator", static_bytes(engine), peak, saved.peak_bytes))
         return
-    live = _LiveStorages()
+    live = LiveStorages()
     for tensor in static:
         live.ignore(tensor.untyped_storage())
     with saved_tensor_bytes(static) as saved, live:

@@ -51,6 +51,8 @@ def normalise_rms(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
 class BlockModule(nn.Module):
     """A module's weights on one rank.  `slices` gives each parameter's global name and row-major elements."""
 
+    backward_uses_weights = True
+
     def __init__(self, layout: ModuleLayout, block: Block, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.layout = layout
@@ -86,6 +88,8 @@ class BlockModule(nn.Module):
 
 class EmbeddingModule(BlockModule):
     """Token ids of the micro-batch -> residual chunk."""
+
+    backward_uses_weights = False
 
     def __init__(
         self,
@@ -249,14 +253,18 @@ class MlpModule(BlockModule):
 
 
 class HeadModule(BlockModule):
-    """Final norm, vocabulary projection and loss."""
+    """Final norm, vocabulary projection and loss; without targets, logits."""
+
+    backward_uses_weights = False  # forward makes the gradients too
 
     def __init__(self, layout: ModuleLayout, block: Block, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout, block, dtype, device)
         assert isinstance(layout.module, Head)
         self.spec = layout.module
 
-    def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None, scale: float) -> Tensor:
+        if targets is None:
+            return self.logits(x)
         own = targets[self.layout.block_tokens.start : self.layout.block_tokens.stop]
         x = self.normalise(x, self.spec.norm)
         return vocabulary_cross_entropy(

@@ -28,11 +28,12 @@ from specs.layout import (
     sequence_token_cuts,
 )
 from specs.model import SEQUENCE_KINDS, ModelSpec, Module, num_units
-from specs.plan_checks import check_pipeline, check_replicas
+from specs.plan_checks import check_pipeline, check_replicas, check_sharded_weights
 from specs.schedule import Actions, parse_actions, pipeline_actions
 from specs.schedule import Schedule as Schedule
 
 Recompute = Literal["none", "selective", "full"]
+Zero = Literal[0, 1, 2, 3]
 Objective = Literal["goodput", "step-time", "tokens-per-dollar", "memory"]
 ContingencyPolicy = Literal["reduced", "resplit", "split", "drop", "spare"]
 
@@ -53,14 +54,15 @@ class ModulePlacement(Spec):
     """How one module lies on the ranks of its stage.
 
     `blocks` are the sizes of the blocks of neighbouring ranks, `cuts` the unit cut points of each block (None:
-    as even as integers allow).  `zero` shards over the owners of each weight interval: 1 optimizer state.
+    as even as integers allow).  `zero` shards over the owners of each weight interval: 1 optimizer state, 2 gradients
+    too, 3 weights too (vectors as with 2), which are then gathered around each use.
     """
 
     module: str
     blocks: tuple[PositiveInt, ...] = Field(min_length=1)
     cuts: tuple[Cuts, ...] | None = None
     recompute: Recompute = "none"
-    zero: Literal[0, 1] = 0
+    zero: Zero = 0
 
     @property
     def degree(self) -> int:
@@ -344,11 +346,16 @@ class Plan(Document):
         for number, pipeline in enumerate(self.pipelines):
             check_pipeline(pipeline, chain, self.training.seq_len, f"pipeline {number}")
         check_replicas(self)
+        check_sharded_weights(self)
         return self
 
     @property
     def world_size(self) -> int:
         return sum(len(replica.ranks) for replica in self.replicas)
+
+    def num_micro_batches(self, replica: Replica) -> int:
+        """Micro-batches of a replica in one step."""
+        return replica.sequences // self.pipelines[replica.pipeline].micro_batch
 
     def with_results(
         self,

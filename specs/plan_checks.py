@@ -100,3 +100,27 @@ def check_replicas(plan: Plan) -> None:
     missing = seen.intersection(plan.cluster.missing)
     if missing:
         raise ValueError(f"rank {min(missing)} is missing in the cluster. Plan again for the devices that are left")
+
+
+def check_sharded_weights(plan: Plan) -> None:
+    """Weights are gathered from copies that use them at the same moment: level 3 needs equal replicas."""
+    used = [plan.pipelines[number] for number in dict.fromkeys(replica.pipeline for replica in plan.replicas)]
+    sharded = [p.module for pipeline in used for stage in pipeline.stages for p in stage.modules if p.zero == 3]
+    if not sharded:
+        return
+    advice = "Use zero 2 there"
+    kinds = {(replica.pipeline, replica.sequences) for replica in plan.replicas}
+    shares = {(plan.pipelines[number], sequences) for number, sequences in kinds}
+    if len(shares) > 1:
+        raise ValueError(
+            f"{sharded[0]}: zero 3 gathers weights from all replicas at once, which needs equal pipelines and equal "
+            f"shares of the batch; the replicas have {len(shares)} kinds of (pipeline, sequences). {advice}"
+        )
+    if plan.model.head.tied:
+        for number, stage in enumerate(used[0].stages):
+            names = {placement.module for placement in stage.modules}
+            if len(names & {"embedding", "head"}) == 1 and names & {"embedding", "head"} & set(sharded):
+                raise ValueError(
+                    f"stage {number}: zero 3 for the tied weights of embedding and head, which lie on two stages and "
+                    f"are used at two moments. {advice} for these two modules"
+                )

@@ -157,6 +157,13 @@ def local_rows(module: AnyModule, tensor: TensorSpec, units: Interval) -> Interv
             return Interval(units.start * tensor.rows // experts, units.stop * tensor.rows // experts)
 
 
+def sharding_level(tensor: TensorSpec, zero: int) -> int:
+    """ZeRO level of one tensor of a module: vectors stay whole where matrices are gathered around each use (3), for
+    they are a thousandth of the weights and would need collectives of their own.
+    """
+    return zero if tensor.cols else min(zero, 2)
+
+
 def local_num_elements(module: AnyModule, units: Interval) -> int:
     """Weight elements that a rank holds of a module."""
     total = 0

@@ -38,10 +38,12 @@ def tokens_of(model: ModelSpec, global_batch: int, seq_len: int, step: int) -> t
     return torch.randint(model.vocab, (global_batch, seq_len + 1), generator=generator)
 
 
-def run_rank(plan_json: str, dtype: torch.dtype, num_steps: int) -> tuple[list[float], list[float], list, list]:
+def run_rank(
+    plan_json: str, dtype: torch.dtype, num_steps: int, overlap: bool | None = None
+) -> tuple[list[float], list[float], list, list]:
     """Train on one rank; returns losses, norms and this rank's pieces (name, start, stop, values)."""
     plan = Plan.model_validate_json(plan_json)
-    engine = Engine(plan, OPTIONS, device=torch.device("cpu"), seed=SEED, dtype=dtype)
+    engine = Engine(plan, OPTIONS, device=torch.device("cpu"), seed=SEED, dtype=dtype, overlap=overlap)
     losses, norms, gradients = [], [], []
     for step in range(1, num_steps + 1):
         tokens = tokens_of(plan.model, plan.training.global_batch, plan.training.seq_len, step)
@@ -56,13 +58,23 @@ def run_rank(plan_json: str, dtype: torch.dtype, num_steps: int) -> tuple[list[f
                     common = Interval(piece.offset, piece.offset + piece.elements.size).overlap(written)
                     if common.size > 0:
                         start = piece.elements.start + common.start - piece.offset
-                        values = bucket.gradients[common.start : common.stop].clone() * scale
+                        where = common.shifted(-written.start)
+                        values = bucket.writer_gradients()[where.start : where.stop].clone() * scale
                         gradients.append((piece.tensor, start, start + common.size, values.numpy()))
-    weights = [
-        (name, tensor.elements.start, tensor.elements.stop, tensor.parameter.detach().reshape(-1).numpy())
-        for name, tensors in engine.local.items()
-        for tensor in tensors
-    ]
+    weights = []
+    for bucket in engine.sync.buckets:
+        held = bucket.segment if bucket.layout.zero == 3 else Interval(0, bucket.layout.num_elements)
+        values = bucket.shard if bucket.layout.zero == 3 else bucket.weights
+        for piece in bucket.layout.pieces:
+            common = Interval(piece.offset, piece.offset + piece.elements.size).overlap(held)
+            if common.size > 0:
+                part = common.shifted(piece.elements.start - piece.offset)
+                where = common.shifted(-held.start)
+                weights.append((piece.tensor, *part, values[where.start : where.stop].numpy()))
+    for name, tensors in engine.local.items():
+        for tensor in tensors:
+            if tensor.parameter.untyped_storage().nbytes():  # else it has memory only while its module computes
+                weights.append((name, *tensor.elements, tensor.parameter.detach().reshape(-1).numpy()))
     return losses, norms, gradients, weights
 
 

@@ -218,11 +218,13 @@ SURFACE: dict[str, set[str]] = {
         "Stage",
         "StepTerms",
         "TrainingSpec",
+        "Zero",
         "aligned_token_cuts",
     },
     "specs.plan_checks": {
         "check_pipeline",
         "check_replicas",
+        "check_sharded_weights",
     },
     "specs.presets": {
         "ClusterName",

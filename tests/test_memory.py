@@ -20,7 +20,7 @@ from cost_models.memory import (
     working_bytes,
 )
 from cost_models.share import Share
-from executor import functions, sync
+from executor import buckets, functions
 from executor.clock import Clock
 from executor.collectives import Block
 from executor.layout import ModuleLayout, tensor_holdings
@@ -133,7 +133,7 @@ def test_activations_are_what_autograd_keeps(name: str, degree: int, recompute: 
 
 
 def test_constants_are_those_of_the_executor() -> None:
-    assert BUCKET_ELEMENTS == sync.BUCKET_ELEMENTS
+    assert BUCKET_ELEMENTS == buckets.BUCKET_ELEMENTS
     assert MAX_LOGIT_ELEMENTS == functions.MAX_LOGIT_ELEMENTS
 
 
@@ -146,28 +146,30 @@ def unlike(zero: int, *, tied: bool = False) -> Plan:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_static_bytes_are_those_of_the_executors_buckets(zero: int, tied: bool) -> None:
     layout = unlike(zero, tied=tied)
-    gradients = dict.fromkeys(range(layout.world_size), 0)
+    gradients = dict.fromkeys(range(layout.world_size), 0.0)
     optimizer = dict.fromkeys(range(layout.world_size), 0.0)
-    for bucket in sync.bucket_layouts(tensor_holdings(layout)):
+    weights = dict.fromkeys(range(layout.world_size), 0)
+    for bucket in buckets.bucket_layouts(tensor_holdings(layout)):
         for owner in bucket.owners:
-            gradients[owner] += 4 * bucket.num_elements
+            weights[owner] += 4 * bucket.num_elements
+            gradients[owner] += 4 * bucket.num_elements / (len(bucket.owners) if bucket.zero == 2 else 1)
             optimizer[owner] += MOMENT_BYTES * bucket.num_elements / (len(bucket.owners) if bucket.zero else 1)
     process = 0
     for number, pipeline in enumerate(layout.pipelines):
         for index, stage in enumerate(pipeline.stages):
             for rank in range(stage.num_ranks):
                 terms = rank_memory(layout, number, index, rank)
-                assert terms.gradients == gradients[process]
+                assert terms.gradients == pytest.approx(gradients[process], abs=1)
                 assert terms.optimizer == pytest.approx(optimizer[process], abs=1)
-                assert terms.weights >= gradients[process]
+                assert terms.weights >= weights[process]
                 process += 1
     assert process == layout.world_size
 
 
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4), st.sampled_from([0, 1]))
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4), st.sampled_from([0, 1, 2, 3]))
 def test_module_form_agrees_with_the_plan(degree: int, replicas: int, zero: int) -> None:
     """The form that the search adds up equals the plan's, for equal blocks that divide."""
     model = tiny_model()
@@ -178,8 +180,8 @@ def test_module_form_agrees_with_the_plan(degree: int, replicas: int, zero: int)
         static_bytes(module, degree=degree, num_copies=8 // degree * replicas, precision="bf16", zero=zero)
         for _, module in model.modules()
     ]
-    assert terms.weights == sum(part.weights for part in parts)
-    assert terms.gradients == sum(part.gradients for part in parts)
+    assert terms.weights == pytest.approx(sum(part.weights for part in parts), abs=len(parts))
+    assert terms.gradients == pytest.approx(sum(part.gradients for part in parts), abs=len(parts))
     assert terms.optimizer == pytest.approx(sum(part.optimizer for part in parts), abs=len(parts))
 
 
