@@ -131,11 +131,11 @@ class Replanner:
             over = found.predicted.peak_memory_bytes - self._limit
             if over <= 0:
                 break
-            more, slack = over + over // 4, self._survivors.slack
+            slack = self._survivors.slack
             if self._is_healthy(found.predicted.peak_memory_rank, candidate):
-                self._survivors.slack = slack._replace(healthy=slack.healthy + more)
+                self._survivors.slack = slack._replace(healthy=_more(slack.healthy, over))
             else:
-                self._survivors.slack = slack._replace(damaged=slack.damaged + more)
+                self._survivors.slack = slack._replace(damaged=_more(slack.damaged, over))
         self._survivors.slack = Slack()
         return found
 
@@ -284,3 +284,8 @@ def kinds_of_ranks(plan: Plan) -> list[tuple[int, ...]]:
 
 def _ranks(lost: Sequence[int]) -> str:
     return f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+
+
+def _more(slack: int, over: int) -> int:
+    """A next slack: modules come in whole ones, so a little more than is missing, and more each time."""
+    return slack + over + (slack + over) // 4
