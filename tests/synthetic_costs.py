@@ -32,6 +32,7 @@ class SyntheticCosts:
         self._communicate = generator.uniform(0.0, 0.4)
         self._kept = generator.uniform(0.5, 3.0)
         self._point_to_point = generator.choice([0.0, 1.0])
+        self._compute["moe"] = generator.uniform(0.5, 2.0)
         self._once = once
         self._jitter = jitter
         self.known = known
@@ -125,7 +126,7 @@ def tiny_model(seed: int, *, num_layers: int = 1) -> ModelSpec:
 
 
 def some_options(seed: int, degrees: tuple[int, ...]) -> frozenset[tuple[str, int, str]]:
-    """One or two recompute modes for each kind and degree, so that all plans can be counted out."""
+    """One recompute mode for each kind and degree, two for one of them, so that all plans can be counted out."""
     generator = random.Random(seed)
     modes = {
         "embedding": ["none"],
@@ -133,11 +134,12 @@ def some_options(seed: int, degrees: tuple[int, ...]) -> frozenset[tuple[str, in
         "mlp": ["none", "full"],
         "head": ["none"],
     }
+    twice = generator.choice(["attention", "mlp"]), generator.choice(degrees)
     return frozenset(
         (kind, degree, mode)
         for kind, of_kind in modes.items()
         for degree in degrees
-        for mode in generator.sample(of_kind, k=min(len(of_kind), generator.choice([1, 1, 1, 2])))
+        for mode in generator.sample(of_kind, k=2 if (kind, degree) == twice else 1)
     )
 
 
