@@ -18,6 +18,11 @@ from typing_extensions import Self
 
 from specs.base import Document, Spec
 from specs.cluster import ClusterSpec, Precision
+from specs.evidence import Alternative as Alternative
+from specs.evidence import Certificate as Certificate
+from specs.evidence import LadderRung as LadderRung
+from specs.evidence import Objective as Objective
+from specs.evidence import RateChoice
 from specs.layout import (
     Cuts,
     Interval,
@@ -34,7 +39,6 @@ from specs.schedule import Schedule as Schedule
 
 Recompute = Literal["none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
-Objective = Literal["goodput", "step-time", "tokens-per-dollar", "memory"]
 ContingencyPolicy = Literal["reduced", "resplit", "split", "drop", "spare"]
 
 
@@ -246,45 +250,6 @@ class Prediction(Spec):
     notes: tuple[str, ...] = ()
 
 
-class Certificate(Spec):
-    """What the solver proved.  `gap` = (objective - bound) / objective, both in seconds of step time per unit (bytes for
-    the objective memory).  `freedom` is the ladder's last rung that was searched, `constraints` are the user's.
-    """
-
-    engine: str
-    objective: Objective
-    status: Literal["optimal", "feasible", "given"]
-    objective_value: float
-    bound: float
-    gap: NonNegativeFloat
-    seconds: NonNegativeFloat
-    labels: NonNegativeInt = 0
-    nodes: NonNegativeInt = 0  # of branch and bound
-    evaluated: NonNegativeInt = 0
-    freedom: str = ""
-    constraints: tuple[str, ...] = ()
-    pruned: dict[str, int] = Field(default_factory=dict)
-
-
-class LadderRung(Spec):
-    """Best plan of one freedom; every rung allows all that the one before allows, priced by one model."""
-
-    freedom: str
-    step_time_seconds: PositiveFloat | None  # None: nothing of this kind fits
-    gain_over_previous: float | None  # fraction of step time saved
-    layout: str
-    reason: str = ""
-
-
-class Alternative(Spec):
-    """A plan that was not taken, and why."""
-
-    layout: str
-    step_time_seconds: PositiveFloat | None
-    peak_memory_bytes: PositiveInt | None
-    reason: str
-
-
 class Contingency(Spec):
     """How training goes on without some ranks (`specs.contingency.plan_after` makes a whole plan of it).
 
@@ -332,6 +297,7 @@ class Plan(Document):
     certificate: Certificate | None = None
     ladder: tuple[LadderRung, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    rate_choices: tuple[RateChoice, ...] = ()
     contingencies: tuple[Contingency, ...] = ()
 
     @model_validator(mode="after")
@@ -364,6 +330,7 @@ class Plan(Document):
         certificate: Certificate | None = None,
         ladder: tuple[LadderRung, ...] | None = None,
         alternatives: tuple[Alternative, ...] | None = None,
+        rate_choices: tuple[RateChoice, ...] | None = None,
         contingencies: tuple[Contingency, ...] | None = None,
     ) -> Plan:
         """The same layout with what was found out about it."""
@@ -372,6 +339,7 @@ class Plan(Document):
             "certificate": certificate,
             "ladder": ladder,
             "alternatives": alternatives,
+            "rate_choices": rate_choices,
             "contingencies": contingencies,
         }
         return self.model_copy(update={key: value for key, value in update.items() if value is not None})
