@@ -1,25 +1,22 @@
 """The inner search: for one grid point, the best partition of the chain and the best options in every stage.
 
-    minimise    makespan(T) + sync_0 + max of update_s + constant
-    T_s seconds of a micro-batch on stage s; sync_0 gradient sync of the first stage, which finishes last;
-    update_s optimizer.  (What the finished layout costs beyond that, `cost_models.step.price` adds.)
+    minimise    the longest of all paths through the schedule, each with the once-a-step seconds of where it ends
+    u_s = exposed gradient sync of stage s + its optimizer; see `planner.partition`
 
-No path through the schedule visits a stage more than m times, and none has more than m + P - 1 visits.  So with
-
-    v_s = T_s + update_s / (m + P - 1) + [s = 0] sync_0 / m
-
-makespan(v) is never above the objective (and equal for one stage): partitions under v give bounds.  Stages are
-bounded by their linear relaxation first and solved exactly only when they lie on the best path; the loop ends when
-the whole path is exact, or when its bound reaches the incumbent.
+A family of paths needs of a stage the least of (forward f + backward b + once u) for its own weights.  That is a
+knapsack: bounded for all contents at once by its linear relaxation, and solved exactly only where it lies on the best
+path.  The loop ends when the whole path is exact, or when its bound reaches the incumbent.  (What the finished layout
+costs beyond these bounds, `cost_models.step.price` adds.)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,20 +25,13 @@ from cost_models.stragglers import expected_maximum
 from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource
-from planner.partition import Partition, PipelineShape, best_partition, pipeline_bound
+from planner.partition import Family, Partition, Path, PipelineShape, StageValues, best_partition, pipeline_bound
 from planner.rates import Exposure
 from planner.space import Grid, divisors
-from planner.stage import OptionTable, StageChoice, StageSolver
+from planner.stage import OptionTable, Weights
+from planner.stage_bounds import Place, StageBounds, StageResult
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """A solved stage, and which menu its options come from."""
-
-    menu: int
-    choice: StageChoice
 
 
 class Best(Protocol):
@@ -75,6 +65,15 @@ class Incumbent:
             self.seconds, self.layout = seconds, layout
 
 
+class _Need(NamedTuple):
+    """A family of paths as a stage sees it: `scale` x least of the weighted seconds + `more`."""
+
+    path: Path
+    scale: float
+    weights: Weights
+    more: float
+
+
 class GridSearch:
     """One grid point whose stages each use the options of one of `menus`; `capacity` in bytes for modules alone."""
 
@@ -90,7 +89,7 @@ class GridSearch:
         capacity: float,
         with_sync: bool = True,
     ) -> None:
-        """Without sync the first stage's gradient sync counts nothing: a bound for every sharding and order."""
+        """Without sync, gradient sync counts nothing: a bound for every sharding and order."""
         self.chain = chain
         self.grid = grid
         self.menus = menus
@@ -101,41 +100,30 @@ class GridSearch:
             num_stages=grid.num_stages,
             num_micro_batches=m,
             transfers=source.transfer_seconds(grid),
-            longer_share=min(menu.longer_share for menu in menus),
             schedule=grid.schedule,
         )
-        least_spread = sum(
-            count * min(float(menu.tables[kind].spread.min()) for menu in menus)
-            for kind, count in enumerate(chain.totals.tolist())
-        )
+        least_spread = self._least_of_all("spread")
         self.less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks))
         self.other = overhead.other_seconds_per_step
-        self.constant = self.other + self.jitter * float(np.sqrt(m * least_spread / grid.num_stages))
-        visits = m + grid.num_stages - 1
         self._costs = source.costs
-        exposure = self._exposure(source.rates.exposures(grid.zero)) if with_sync else Exposure(0.0, 0.0)
-        self._solvers = [
-            [
-                StageSolver(
-                    menu.tables,
-                    chain.counts,
-                    capacity,
-                    sync_weight=part.of_sync / m,
-                    update_weight=1.0 / visits,
-                    hiding=part.of_backward / m,
-                )
-                for menu in menus
-            ]
-            for part in (exposure, Exposure(0.0, 0.0))
-        ]
-        # The first stage's backward pass also has host time.
-        self.constant -= exposure.of_backward * self.host + exposure.of_sync * self.less
-        self._values = self._weighted_bounds()
-        self._results: dict[tuple[bool, int, int], StageResult | None] = {}
+        self._exposure = self._sharper(source.rates.exposures(grid.zero)) if with_sync else Exposure(0.0, 0.0)
+        self.constant = self.other + self.jitter * float(np.sqrt(m * least_spread / grid.num_stages))
+        if grid.zero:  # a sharded optimizer takes about as long on any stage
+            self.constant += self._least_of_all("update") / grid.num_stages
+        # The last backward pass also has host time.
+        self.constant -= self._exposure.of_backward * self.host + self._exposure.of_sync * self.less
+        self._bounds = StageBounds(menus, chain.counts, capacity, self.host)
+        self._places = [Place(s == 0, grid.in_flight(s)) for s in range(grid.num_stages)]
+        self._alone = self._weights(1.0, 1.0)
+        self._total = self._weights(1.0, 1.0, 0.0, 1.0)  # T with this stage's part of the optimizer
+        self._ending = self._weights(1.0, 1.0, 1.0, 1.0)  # and with its gradient sync
+        self._forward = self._bounds.least(Weights(1.0, 0.0))
+        self._once = self._bounds.least(self._weights(0.0, 0.0, 1.0))
+        self._offered: set[tuple[int, ...]] = set()
 
     @property
     def num_labels(self) -> int:
-        return sum(solver.num_labels for solvers in self._solvers for solver in solvers)
+        return self._bounds.num_labels
 
     def run(self, incumbent: Best, tolerance: float, deadline: float) -> float:
         """Offer layouts to the incumbent; return a lower bound of this grid point's step seconds (`inf`: none fits).
@@ -151,7 +139,7 @@ class GridSearch:
             if found is None:
                 return max(bound, below) + self.constant
             bound = found.bound
-            if not self._offer(found.path, incumbent) or time.monotonic() > deadline:
+            if not self._offer(found, incumbent) or time.monotonic() > deadline:
                 return bound + self.constant
 
     def quick_bound(self, enough: float) -> float:
@@ -165,90 +153,178 @@ class GridSearch:
     def lower(self, stages: Sequence[StageResult]) -> float:
         """A bound of a solved layout's price."""
         forward, backward, spread, update = (
-            [self._total(stage, column) for stage in stages] for column in ("forward", "backward", "spread", "update")
+            [self._sum(stage, column) for stage in stages] for column in ("forward", "backward", "spread", "update")
         )
-        seconds = [f + b + 2.0 * self.host for f, b in zip(forward, backward, strict=True)]
         straggler = self.jitter * float(np.sqrt(self.grid.num_micro_batches * max(spread)))
-        sync = max(0.0, self._total(stages[0], "sync") - self.less)
+        sync = max(0.0, self._sum(stages[0], "sync") - self.less)
         exposed = self._costs.exposed_gradient_sync(sync, backward[0] + self.host, sharded=bool(self.grid.zero))
         once = exposed + max(update)
-        return pipeline_bound(self.shape, seconds) + once + straggler + self.other
+        pipeline = pipeline_bound(self.shape, [f + self.host for f in forward], [b + self.host for b in backward])
+        return pipeline + once + straggler + self.other
 
-    def _exposure(self, candidates: tuple[Exposure, Exposure]) -> Exposure:
+    def _sharper(self, candidates: tuple[Exposure, Exposure]) -> Exposure:
         """The bound of exposed sync that says more here; both hold.  Judged by an average stage's fastest options."""
 
-        def average(column: str) -> float:
-            least = [min(float(getattr(menu.tables[k], column).min()) for menu in self.menus) for k in self._kinds]
-            return float(self.chain.totals @ np.array(least)) / self.grid.num_stages
-
-        sync, backward = average("sync"), average("backward")
+        sync, backward = (self._least_of_all(name) / self.grid.num_stages for name in ("sync", "backward"))
         return max(candidates, key=lambda part: part.of_sync * sync - part.of_backward * backward)
 
-    @property
-    def _kinds(self) -> range:
-        return range(len(self.chain.modules))
+    def _least_of_all(self, column: str) -> float:
+        """Sum over all modules of the model of their least entry."""
+        kinds = range(len(self.chain.modules))
+        least = [min(float(getattr(menu.tables[k], column).min()) for menu in self.menus) for k in kinds]
+        return float(self.chain.totals @ np.array(least))
+
+    def _weights(self, forward: float, backward: float, sync: float = 0.0, share: float = 0.0) -> Weights:
+        """Of forward f + backward b + sync x exposed sync + share x this stage's part of the slowest optimizer.
+
+        # max of u_s >= sum of u_s / P, so a path that visits every stage once may count u_s / P of each
+        """
+        exposure, part = self._exposure, 0.0 if self.grid.zero else share / self.grid.num_stages
+        return Weights(forward, backward - sync * exposure.of_backward, sync * exposure.of_sync, part)
+
+    @cached_property
+    def _shortest(self) -> tuple[float, float]:
+        """No partition has a slowest forward (backward) pass below this."""
+        found = []
+        for weights in (Weights(1.0, 0.0), Weights(0.0, 1.0)):
+            least = self._bounds.least(weights)
+            matrix = np.where(self.chain.contents == NO_CONTENT, np.inf, least[self.chain.contents])
+            reach = matrix[0]
+            for _ in range(1, self.grid.num_stages):
+                reach = np.maximum(reach[:, None], matrix).min(axis=0)
+            found.append(float(reach[-1]))
+        return found[0], found[1]
+
+    def _needs(self, stage: int) -> list[_Need]:
+        """The families of paths of a stage; of the first with its gradient sync.  Those that visit other stages once
+        with its part of the optimizer.
+        """
+        m, sync = float(self.grid.num_micro_batches), (stage == 0) / self.grid.num_micro_batches
+        found = []
+        for path in self.shape.paths(stage):
+            scale = m if stage == 0 or path.forward != path.backward else path.forward
+            share = 1.0 / m if path.returns == 1 or self.grid.num_stages == 1 else 0.0
+            weights = self._weights(path.forward / scale, path.backward / scale, sync, share)
+            found.append(_Need(path, scale, weights, 0.0))
+        if self.grid.schedule == "gpipe" and self.grid.num_stages > 1:
+            forward, backward = self._shortest
+            f_long, b_long = Path(1, m, 1.0), Path(1, 1.0, m)
+            found.append(_Need(f_long, m, self._weights(1.0, 1.0 / m, sync, 1.0 / m), (m - 1.0) * backward))
+            found.append(_Need(b_long, m, self._weights(1.0 / m, 1.0, sync, 1.0 / m), (m - 1.0) * forward))
+        return found
 
     def _partition(self, *, at_least: float, below: float, accuracy: float) -> Partition | None:
         chain = self.chain
+        values = self._stage_values(below)
         return best_partition(
-            self.shape, chain.contents, chain.spans, self._values, at_least=at_least, below=below, accuracy=accuracy
+            self.shape, chain.contents, chain.spans, values, at_least=at_least, below=below, accuracy=accuracy
         )
 
-    def _weighted_bounds(self) -> list[Floats]:
-        """For every stage, weighted seconds of every content: bounds at first, exact where solved (`_result`).
+    def _stage_values(self, below: float) -> list[StageValues]:
+        """For every stage what the partition needs of it; stages alike share an object."""
+        self._bound_contents(below)
+        known: dict[tuple[Place, int], StageValues] = {}
+        values = []
+        for stage, place in enumerate(self._places):
+            key = (place, self.shape.ahead(stage))
+            if key not in known:
+                families = [
+                    Family(need.path, need.scale * self._bounds.values(place, need.weights) + need.more)
+                    for need in self._needs(stage)
+                ]
+                known[key] = StageValues(
+                    alone=self._bounds.values(place, self._alone),
+                    total=self._bounds.values(place, self._total),
+                    ending=self._bounds.values(place, self._ending),
+                    once=np.zeros_like(self._once) if place.first else self._once,
+                    forward=self._forward,
+                    families=tuple(families),
+                )
+            values.append(known[key])
+        return values
 
-        Stages with as many micro-batches in flight share an array, but for the first.
-        """
-        later, first = self._solvers[1], self._solvers[0]
-        own = np.minimum.reduce([solver.bounds([self.grid.in_flight(0)]) for solver in first])[0] + 2.0 * self.host
-        flights = sorted({self.grid.in_flight(stage) for stage in range(1, self.grid.num_stages)})
-        arrays: dict[int, Floats] = {}
-        if flights:
-            rows = np.minimum.reduce([solver.bounds(flights) for solver in later]) + 2.0 * self.host
-            arrays = dict(zip(flights, rows, strict=True))
-        return [own] + [arrays[self.grid.in_flight(stage)] for stage in range(1, self.grid.num_stages)]
+    def _bound_contents(self, below: float) -> None:
+        """Bound all contents that may be part of a partition within `below`."""
+        least = self._bounds.least(self._alone)
+        self._bounds.bound(self._rows(), np.flatnonzero(self.grid.num_micro_batches * least <= below))
+
+    def _rows(self) -> Iterator[tuple[Place, Weights]]:
+        for stage, place in enumerate(self._places):
+            yield place, self._alone
+            yield place, self._total
+            yield place, self._ending
+            for need in self._needs(stage):
+                yield place, need.weights
 
     def _below(self, enough: float) -> float:
         """The makespan below which a partition is of interest: what reaches `enough` step seconds; without such a
-        limit one that some partition reaches (least sum, every stage m times), `inf` when there is none.
+        limit one that some partition reaches (every stage m times all seconds), `inf` when there is none.
         """
         if np.isfinite(enough):
             return enough - self.constant
-        contents = self.chain.contents
+        self._bound_contents(np.inf)
+        contents, m = self.chain.contents, self.grid.num_micro_batches
         reach = np.full(self.chain.num_positions, np.inf)
         reach[0] = 0.0
-        for values in self._values:
-            matrix = np.where(contents == NO_CONTENT, np.inf, values[contents])
-            reach = (reach[:, None] + matrix).min(axis=0)
-        transfers = 2.0 * self.grid.num_micro_batches * sum(self.shape.transfers)
-        return 1.001 * (self.grid.num_micro_batches + 1) * (float(reach[-1]) + transfers)
+        for stage, place in enumerate(self._places):
+            rows = [self._bounds.values(place, need.weights) * need.scale + need.more for need in self._needs(stage)]
+            values = np.maximum.reduce([*rows, (m + 1.0) * self._bounds.values(place, self._ending)])
+            reach = (reach[:, None] + np.where(contents == NO_CONTENT, np.inf, values[contents])).min(axis=0)
+        return 1.001 * (m + 1) * (float(reach[-1]) + 2.0 * sum(self.shape.transfers))
 
-    def _offer(self, path: tuple[int, ...], incumbent: Best) -> bool:
-        """Solve the stages of a path; offer the layout when all of them fit.  False when nothing new was solved."""
-        known = len(self._results)
-        results = [
-            self._result(stage, int(self.chain.contents[start, stop]))
-            for stage, (start, stop) in enumerate(pairwise(path))
-        ]
-        stages = [result for result in results if result is not None]
-        if len(stages) == len(results):
-            boundaries = tuple(self.chain.positions[position] for position in path)
-            layout = Layout(self.grid, boundaries, tuple(self._assignment(stage) for stage in stages))
-            incumbent.offer(layout, self.lower(stages))
-        return len(self._results) > known
+    def _offer(self, found: Partition, incumbent: Best) -> bool:
+        """Solve the stages of a path; offer the layout when all of them fit.  False when nothing of it was new."""
+        known, new = self._bounds.num_solved, found.path not in self._offered
+        self._offered.add(found.path)
+        runs = [int(self.chain.contents[start, stop]) for start, stop in pairwise(found.path)]
+        limits = found.bound - np.cumsum([0.0, *self._forward[runs]])
+        chosen: list[StageResult] = []
+        posts, longest = np.zeros(1 + len(self.shape.shorts)), 0.0
+        for stage in reversed(range(len(runs))):
+            best = self._best_on(stage, runs[stage], limits[stage], posts, longest)
+            if best is None:
+                return True
+            result, longest = best
+            chosen.insert(0, result)
+            seconds = [self._bounds.seconds(result, weights) for weights in (self._total, self._alone)]
+            self.shape.add(stage, posts, *seconds)
+        boundaries = tuple(self.chain.positions[position] for position in found.path)
+        layout = Layout(self.grid, boundaries, tuple(self._assignment(result) for result in chosen))
+        incumbent.offer(layout, self.lower(chosen))
+        return new or self._bounds.num_solved > known
 
-    def _result(self, stage: int, content: int) -> StageResult | None:
-        """The best choice of a content in weighted seconds, over the menus."""
-        first, in_flight = stage == 0, self.grid.in_flight(stage)
-        key = (first, in_flight, content)
-        if key not in self._results:
-            solved = [(menu, solver.solve(content, in_flight)) for menu, solver in enumerate(self._solvers[not first])]
-            fitting = [StageResult(menu, choice) for menu, choice in solved if choice is not None]
-            best = min(fitting, key=lambda result: result.choice.weighted, default=None)
-            self._results[key] = best
-            value = np.inf if best is None else best.choice.weighted + 2.0 * self.host
-            self._values[stage][content] = value
-        return self._results[key]
+    def _best_on(
+        self, stage: int, content: int, limit: float, posts: Floats, longest: float
+    ) -> tuple[StageResult, float] | None:
+        """The exact solution of a stage and its longest path to the end; None when the content does not fit.  Of those
+        for its binding constraints the shortest within `limit`, or the least above it.
+        """
+        place, needs = self._places[stage], self._needs(stage)
+        later = longest + (2.0 * self.shape.transfers[stage] if stage + 1 < self.grid.num_stages else 0.0)
+
+        def own(value: Callable[[Weights], float]) -> list[float]:
+            return [
+                need.scale * value(need.weights) + need.more + float(self.shape.after(stage, need.path, posts))
+                for need in needs
+            ]
+
+        bounded = own(lambda weights: float(self._bounds.values(place, weights)[content]))
+        asked = [self._total, self._ending, needs[int(np.argmax(bounded))].weights]
+        if place.first:
+            asked += [need.weights for need in needs]
+        candidates = []
+        for weights in dict.fromkeys(asked):
+            result = self._bounds.solve(place, weights, content)
+            if result is None:
+                return None
+            seconds = partial(self._bounds.seconds, result)
+            total = seconds(self._total)
+            path = max(*own(seconds), total + later)
+            ends = path + (0.0 if place.first else seconds(self._weights(0.0, 0.0, 1.0)))
+            ends = max(ends, seconds(self._ending) + later)
+            candidates.append((max(ends - limit, 0.0), path, total, result))
+        _, path, _, result = min(candidates, key=lambda candidate: candidate[:3])
+        return result, path
 
     def _assignment(self, stage: StageResult) -> Assignment:
         options = self.menus[stage.menu].options
@@ -257,7 +333,7 @@ class GridSearch:
             for kind, chosen in enumerate(stage.choice.selection)
         )
 
-    def _total(self, stage: StageResult, column: str) -> float:
+    def _sum(self, stage: StageResult, column: str) -> float:
         tables: tuple[OptionTable, ...] = self.menus[stage.menu].tables
         return sum(
             number * float(getattr(tables[kind], column)[option])

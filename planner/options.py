@@ -42,12 +42,6 @@ class Menu:
     options: tuple[tuple[Option, ...], ...]
     tables: tuple[OptionTable, ...]
 
-    @property
-    def longer_share(self) -> float:
-        """Least share of an option's seconds that the longer of its two passes takes."""
-        shares = [np.maximum(t.forward, t.backward) / np.maximum(t.forward + t.backward, 1e-300) for t in self.tables]
-        return max(0.5, min(float(share.min()) for share in shares))
-
 
 @dataclass(frozen=True)
 class Restriction:

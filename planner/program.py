@@ -140,8 +140,7 @@ class Program:
     def _solve(self, *, mip: bool, enough: float, seconds: float | None, gap: float | None) -> float:
         """A lower bound of step seconds, at most `enough`."""
         problem = self._problem
-        if np.isfinite(enough):
-            problem += self._objective <= (enough - self._constant) / self._unit, "enough"
+        self._objective.upBound = (enough - self._constant) / self._unit if np.isfinite(enough) else None
         solver = pulp.HiGHS(
             mip=mip,
             msg=False,
@@ -154,8 +153,6 @@ class Program:
         with _silence():
             problem.solve(solver)
         info = problem.solverModel.getInfo()
-        if np.isfinite(enough):
-            del problem.constraints["enough"]
         if problem.status == pulp.LpStatusInfeasible:
             return enough
         if mip:
@@ -169,7 +166,7 @@ class Program:
         """Contiguous stages, none empty."""
         last = self._stages[-1]
         reached = [
-            [pulp.LpVariable(f"q_{s}_{r}", 0, length, pulp.LpInteger) for r, (_, length) in enumerate(self._runs)]
+            [self._variable(f"q_{s}_{r}", 0, length, "Integer") for r, (_, length) in enumerate(self._runs)]
             for s in self._stages
         ]
         self._taken: list[list[Expression]] = []
@@ -181,7 +178,7 @@ class Program:
                 if s == last:
                     self._problem += reached[s][r] == length
                 elif r + 1 < len(self._runs):
-                    complete = pulp.LpVariable(f"e_{s}_{r}", cat=pulp.LpBinary)
+                    complete = self._variable(f"e_{s}_{r}", cat="Binary")
                     self._problem += reached[s][r] >= length * complete
                     self._problem += reached[s][r + 1] <= self._runs[r + 1][1] * complete
             self._problem += pulp.lpSum(self._taken[s]) >= 1
@@ -190,7 +187,7 @@ class Program:
         """Every module of a stage runs one way."""
         totals = self._chain.totals.tolist()
         self._number = [
-            [pulp.LpVariable(f"n_{s}_{u}_{k}_{c}", 0, totals[k], pulp.LpInteger) for u, k, c in self._options]
+            [self._variable(f"n_{s}_{u}_{k}_{c}", 0, totals[k], "Integer") for u, k, c in self._options]
             for s in self._stages
         ]
         for s in self._stages:
@@ -209,7 +206,7 @@ class Program:
             return
         totals = self._chain.totals.tolist()
         for s in self._stages:
-            uses = [pulp.LpVariable(f"d_{s}_{u}", cat=pulp.LpBinary) for u in range(len(self._menus))]
+            uses = [self._variable(f"d_{s}_{u}", cat="Binary") for u in range(len(self._menus))]
             self._problem += pulp.lpSum(uses) == 1
             for number, (menu, kind, _) in zip(self._number[s], self._options, strict=True):
                 self._problem += number <= totals[kind] * uses[menu]
@@ -224,7 +221,7 @@ class Program:
             used = self._sum(held / max(self._capacity, 1.0), s)
             most: Expression | float = levels[-1]
             if len(levels) > 1:
-                at = [pulp.LpVariable(f"w_{s}_{v}", cat=pulp.LpBinary) for v in range(len(levels))]
+                at = [self._variable(f"w_{s}_{v}", cat="Binary") for v in range(len(levels))]
                 self._problem += pulp.lpSum(at) == 1
                 most = pulp.lpSum(level * a for level, a in zip(levels, at, strict=True))
                 for number, (_, kind, _), work in zip(self._number[s], self._options, working, strict=True):
@@ -236,7 +233,7 @@ class Program:
     def _add_seconds(self) -> None:
         host = self._source.costs.overhead.other_seconds_per_action / self._unit
         self._forward, self._backward = (
-            [pulp.LpVariable(f"{name}_{s}", 0) for s in self._stages] for name in ("F", "B")
+            [self._variable(f"{name}_{s}", 0) for s in self._stages] for name in ("F", "B")
         )
         for s in self._stages:
             self._problem += self._forward[s] == self._sum(self._seconds("forward"), s) + host
@@ -244,7 +241,7 @@ class Program:
 
     def _add_schedule(self) -> None:
         """The makespan: no action begins before its stage is free and its input is there."""
-        grid, end = self._grid, pulp.LpVariable("Y", 0)
+        grid, end = self._grid, self._variable("Y", 0)
         self._makespan = end
         transfers = [seconds / self._unit for seconds in self._source.transfer_seconds(grid)]
         if grid.num_stages == 1:
@@ -257,14 +254,14 @@ class Program:
     def _add_actions(self, transfers: Sequence[float]) -> None:
         """Every action of the schedule with its end.  1f1b and gpipe: a stage is one run of the chain."""
         grid, last = self._grid, self._stages[-1]
-        ends: dict[tuple[int, str, int], pulp.LpVariable] = {}
+        ends: dict[tuple[int, str, int], Expression] = {}
         orders = []
         for s in self._stages:
             actions = stage_actions(
                 grid.schedule, stage=s, num_stages=grid.num_stages, num_micro_batches=grid.num_micro_batches
             )
             orders.append([(s, action[0], action[1]) for action in actions])
-            ends.update({key: pulp.LpVariable(f"t_{key[0]}_{key[1]}_{key[2]}", 0) for key in orders[s]})
+            ends.update({key: self._variable(f"t_{key[0]}_{key[1]}_{key[2]}", 0) for key in orders[s]})
         for s, order in zip(self._stages, orders, strict=True):
             for before, (_, kind, i) in zip([None, *order], order, strict=False):
                 end = ends[s, kind, i]
@@ -278,27 +275,22 @@ class Program:
             self._problem += self._makespan >= ends[order[-1]]
 
     def _add_paths(self, transfers: Sequence[float]) -> None:
-        shape = self._shape(transfers)
+        grid, m = self._grid, self._grid.num_micro_batches
+        shape = PipelineShape(grid.num_stages, m, tuple(transfers), grid.schedule)
         seconds = [f + b for f, b in zip(self._forward, self._backward, strict=True)]
         for s in self._stages:
             before = pulp.lpSum(seconds[:s]) + shape.transfers_before(s)
-            after = pulp.lpSum(seconds[s + 1 :]) + shape.transfers_after(s)
-            for of_after, of_own in shape.paths(s):
-                self._problem += self._makespan >= before + of_after * after + of_own * seconds[s]
-
-    def _shape(self, transfers: Sequence[float]) -> PipelineShape:
-        return PipelineShape(
-            num_stages=self._grid.num_stages,
-            num_micro_batches=self._grid.num_micro_batches,
-            transfers=tuple(transfers),
-            longer_share=min(menu.longer_share for menu in self._menus),
-            schedule=self._grid.schedule,
-        )
+            for path in shape.paths(s):
+                around = path.returns * (pulp.lpSum(seconds[s + 1 :]) + shape.transfers_after(s))
+                last = grid.num_stages - path.short
+                around += path.turns * (pulp.lpSum(seconds[s + 1 : last]) + shape.transfers_after(s, path.short))
+                own = path.forward * self._forward[s] + path.backward * self._backward[s]
+                self._problem += self._makespan >= before + around + own
 
     def _add_once(self, with_sync: bool) -> None:
         """What a step has once: exposed gradient sync of the first stage, optimizer, waiting for stragglers."""
         grid, source = self._grid, self._source
-        exposed, update, straggler = (pulp.LpVariable(name, 0) for name in "EUV")
+        exposed, update, straggler = (self._variable(name, 0) for name in "EUV")
         exposures = source.rates.exposures(grid.zero) if with_sync else (Exposure(0.0, 0.0),)
         less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks)) / self._unit
         for line in exposures:
@@ -307,11 +299,12 @@ class Program:
         for s in self._stages:
             self._problem += update >= self._sum(self._seconds("update"), s)
         self._add_stragglers(straggler)
-        self._objective = self._makespan + exposed + update + straggler
+        self._objective = self._variable("Z")
+        self._problem += self._objective == self._makespan + exposed + update + straggler
         self._problem += self._objective
         self._constant = source.costs.overhead.other_seconds_per_step
 
-    def _add_stragglers(self, straggler: pulp.LpVariable) -> None:
+    def _add_stragglers(self, straggler: Expression) -> None:
         """# V = jitter E[max] sqrt(m S), S the largest spread of a stage; a chord of the root is never above it."""
         grid, totals = self._grid, self._chain.totals.tolist()
         factor = self._source.costs.jitter * expected_maximum(grid.num_replicas) / self._unit
@@ -328,6 +321,9 @@ class Program:
             for s in self._stages:
                 spread = self._sum(np.array(self._column("spread")) * slope, s)
                 self._problem += straggler >= at_low + spread - slope * low
+
+    def _variable(self, name: str, low: float = 0.0, high: float | None = None, cat: str = "Continuous") -> Expression:
+        return self._problem.add_variable(name, low, high, cat)
 
     def _column(self, name: str) -> list[float]:
         """A column of the option tables, for all options."""

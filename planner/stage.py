@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ Floats = npt.NDArray[np.float64]
 
 # Prices of a byte at which all contents are bounded at once; any subset of the true ones gives valid bounds.
 MAX_PRICES = 48
+# Rows whose own prices are taken.
+PRICED_ROWS = 6
 
 
 @dataclass(frozen=True)
@@ -50,81 +53,96 @@ class StageChoice:
     selection: tuple[tuple[tuple[int, int], ...], ...]
 
 
+class Weights(NamedTuple):
+    """Of a module's four kinds of seconds in what a stage minimises."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    sync: float = 0.0
+    update: float = 0.0
+
+
 class StageSolver:
-    """Solves stages by content: least weighted seconds within `capacity` bytes.
+    """Solves stages by content: least weighted seconds within `capacity` bytes."""
 
-    # weighted = forward + (1 - h) backward + a sync + b update
-    #   a, b weights of once-a-step seconds, h the part of backward that hides gradient sync
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[OptionTable],
-        counts: npt.NDArray[np.int64],
-        capacity: float,
-        *,
-        sync_weight: float,
-        update_weight: float,
-        hiding: float,
-    ) -> None:
+    def __init__(self, tables: Sequence[OptionTable], counts: npt.NDArray[np.int64], capacity: float) -> None:
         self.tables = tables
         self.counts = counts
         self.capacity = capacity
         self.num_labels = 0
-        self._weights = counts.astype(np.float64)  # floats multiply fast
-        self.weighted = [
-            table.forward + (1.0 - hiding) * table.backward + sync_weight * table.sync + update_weight * table.update
-            for table in tables
-        ]
+        self._counts = counts.astype(np.float64)  # floats multiply fast
         least = np.array([table.working.min() for table in tables])
         self._least_working: Floats = np.where(counts > 0, least, 0.0).max(axis=1)
-        self._exact: dict[tuple[int, int], StageChoice | None] = {}
+        self._weighted: dict[Weights, list[Floats]] = {}
+        self._exact: dict[tuple[int, int, Weights], StageChoice | None] = {}
+
+    def weighted(self, weights: Weights) -> list[Floats]:
+        """Weighted seconds of each option, by distinct module."""
+        if weights not in self._weighted:
+            self._weighted[weights] = [
+                weights.forward * table.forward
+                + weights.backward * table.backward
+                + weights.sync * table.sync
+                + weights.update * table.update
+                for table in self.tables
+            ]
+        return self._weighted[weights]
 
     def memory(self, kind: int, in_flight: int) -> Floats:
         """Bytes of each option of a distinct module, without working memory."""
         table = self.tables[kind]
         return table.static + in_flight * table.activation
 
-    def bounds(self, in_flight: Sequence[int]) -> Floats:
-        """Lower bounds of weighted seconds, [in flight, content]; `inf` where a content cannot fit."""
-        prices = _prices(self.weighted, [self.memory(k, f) for k in range(len(self.tables)) for f in set(in_flight)])
-        flights = np.array(in_flight, dtype=np.float64)[:, None]
-        memory = [t.static + flights * t.activation for t in self.tables]
-        duals = np.stack(
-            [
-                (w[None, :, None] + m[:, :, None] * prices).min(axis=1)
-                for w, m in zip(self.weighted, memory, strict=True)
-            ]
-        )
-        values: Floats = np.tensordot(self._weights, duals, axes=(1, 0))
-        values -= (self.capacity - self._least_working)[:, None, None] * prices
-        result: Floats = values.max(axis=2).T
-        least_memory = np.stack([m.min(axis=1) for m in memory]).T @ self._weights.T
-        result[least_memory + self._least_working > self.capacity] = np.inf
+    def least(self, weights: Weights) -> Floats:
+        """Least weighted seconds of every content, memory aside."""
+        seconds: Floats = self._counts @ np.array([w.min() for w in self.weighted(weights)])
+        return seconds
+
+    def bounds(self, rows: Sequence[tuple[int, Weights]], contents: npt.NDArray[np.int64]) -> Floats:
+        """Lower bounds of weighted seconds, [row, content] for rows of (micro-batches in flight, weights); `inf` where
+        a content cannot fit.  Any price of a byte gives a bound; the rows share the prices of some of them.
+        """
+        counts, room = self._counts[contents], self.capacity - self._least_working[contents]
+        sample = [rows[i] for i in sorted({round(i) for i in np.linspace(0, len(rows) - 1, PRICED_ROWS)})]
+        kinds = range(len(self.tables))
+        prices = _prices([(self.weighted(w)[k], self.memory(k, flights)) for flights, w in sample for k in kinds])
+        result = np.empty((len(rows), len(contents)))
+        for row, (in_flight, weights) in enumerate(rows):
+            memory = [self.memory(k, in_flight) for k in kinds]
+            duals = np.stack(
+                [
+                    (w[:, None] + m[:, None] * prices).min(axis=0)
+                    for w, m in zip(self.weighted(weights), memory, strict=True)
+                ]
+            )
+            result[row] = (counts @ duals - room[:, None] * prices).max(axis=1)
+            result[row][counts @ np.array([m.min() for m in memory]) > room] = np.inf
         return result
 
-    def solve(self, content: int, in_flight: int) -> StageChoice | None:
+    def solve(self, content: int, in_flight: int, weights: Weights) -> StageChoice | None:
         """The exact optimum in weighted seconds; None when the content does not fit."""
-        key = (content, in_flight)
+        key = (content, in_flight, weights)
         if key not in self._exact:
-            self._exact[key] = self._solve(content, in_flight)
+            self._exact[key] = self._solve(content, in_flight, self.weighted(weights))
         return self._exact[key]
 
-    def _solve(self, content: int, in_flight: int) -> StageChoice | None:
+    def _solve(self, content: int, in_flight: int, weighted: Sequence[Floats]) -> StageChoice | None:
         kinds, counts, memory, works = self._problem(content, in_flight)
-        fastest = [int(np.lexsort((m, self.weighted[k]))[0]) for k, m in zip(kinds, memory, strict=True)]
+        fastest = [int(np.lexsort((m, weighted[k]))[0]) for k, m in zip(kinds, memory, strict=True)]
         used = sum(n * float(m[c]) for n, m, c in zip(counts, memory, fastest, strict=True))
         if used + max(float(self.tables[k].working[c]) for k, c in zip(kinds, fastest, strict=True)) <= self.capacity:
-            return self._choice(kinds, [[(c, n)] for n, c in zip(counts, fastest, strict=True)])
+            return _choice(kinds, [[(c, n)] for n, c in zip(counts, fastest, strict=True)], weighted)
         best: tuple[float, list[list[tuple[int, int]]]] | None = None
         for work in works:
-            usable, weighted, bytes_ = self._within(kinds, memory, work)
+            usable = [np.flatnonzero(self.tables[kind].working <= work) for kind in kinds]
+            seconds = [weighted[kind][u] for kind, u in zip(kinds, usable, strict=True)]
+            bytes_ = [m[u] for m, u in zip(memory, usable, strict=True)]
             cutoff = np.inf if best is None else best[0]
-            label = choose(counts, weighted, bytes_, self.capacity - work, cutoff=cutoff)
+            label = choose(counts, seconds, bytes_, self.capacity - work, cutoff=cutoff)
             self.num_labels += 1
             if label is not None:
                 best = (label.seconds, _renumber(label, usable))
-        return None if best is None else self._choice(kinds, best[1])
+        return None if best is None else _choice(kinds, best[1], weighted)
 
     def _problem(self, content: int, in_flight: int) -> tuple[list[int], list[int], list[Floats], list[float]]:
         """Kinds present, their counts and bytes, and the possible largest working memories, descending."""
@@ -135,37 +153,26 @@ class StageSolver:
         every = np.unique(np.concatenate([self.tables[kind].working for kind in kinds]))
         return kinds, counts, memory, every[every >= least][::-1].tolist()
 
-    def _within(
-        self, kinds: list[int], memory: list[Floats], work: float
-    ) -> tuple[list[npt.NDArray[np.int64]], list[Floats], list[Floats]]:
-        """Options of each kind that work within `work` bytes, with their weighted seconds and bytes."""
-        usable = [np.flatnonzero(self.tables[kind].working <= work) for kind in kinds]
-        weighted = [self.weighted[kind][u] for kind, u in zip(kinds, usable, strict=True)]
-        return usable, weighted, [m[u] for m, u in zip(memory, usable, strict=True)]
 
-    def _choice(self, kinds: list[int], selection: list[list[tuple[int, int]]]) -> StageChoice:
-        weighted = 0.0
-        by_kind: list[tuple[tuple[int, int], ...]] = [()] * len(self.tables)
-        for kind, chosen in zip(kinds, selection, strict=True):
-            by_kind[kind] = tuple(chosen)
-            weighted += sum(number * float(self.weighted[kind][option]) for option, number in chosen)
-        return StageChoice(weighted, tuple(by_kind))
+def _choice(kinds: list[int], selection: list[list[tuple[int, int]]], weighted: Sequence[Floats]) -> StageChoice:
+    total = 0.0
+    by_kind: list[tuple[tuple[int, int], ...]] = [()] * len(weighted)
+    for kind, chosen in zip(kinds, selection, strict=True):
+        by_kind[kind] = tuple(chosen)
+        total += sum(number * float(weighted[kind][option]) for option, number in chosen)
+    return StageChoice(total, tuple(by_kind))
 
 
 def _renumber(label: Label, usable: list[npt.NDArray[np.int64]]) -> list[list[tuple[int, int]]]:
     return [[(int(u[option]), n) for option, n in chosen] for chosen, u in zip(label.selection, usable, strict=True)]
 
 
-def _prices(weighted: Sequence[Floats], memory: Sequence[Floats]) -> Floats:
-    """Zero and slopes of convex hulls: the prices of a byte at which some module changes its option.
-
-    `memory` may hold the same modules several times, for different numbers in flight.
-    """
+def _prices(sample: Sequence[tuple[Floats, Floats]]) -> Floats:
+    """Zero and slopes of convex hulls of (seconds, bytes): prices of a byte at which some module changes its option."""
     slopes = {0.0}
-    for index, m in enumerate(memory):
-        w = weighted[index * len(weighted) // len(memory)]
-        points = hull(w, m)
-        slopes.update(float((w[a] - w[b]) / (m[b] - m[a])) for a, b in pairwise(points))
+    for seconds, memory in sample:
+        points = hull(seconds, memory)
+        slopes.update(float((seconds[a] - seconds[b]) / (memory[b] - memory[a])) for a, b in pairwise(points))
     ordered = np.array(sorted(slopes))
     if ordered.size > MAX_PRICES:
         ordered = ordered[np.linspace(0, ordered.size - 1, MAX_PRICES).round().astype(np.int64)]

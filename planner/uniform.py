@@ -58,22 +58,20 @@ class UniformSearch:
         """A bound of the layout's step seconds."""
         assert self._menu is not None
         overhead = self._source.costs.overhead
-        seconds = self._counts @ (self._column("forward") + self._column("backward"))
+        host = overhead.other_seconds_per_action
+        forward, backward = (self._counts @ self._column(name) + host for name in ("forward", "backward"))
         shape = PipelineShape(
             num_stages=self._grid.num_stages,
             num_micro_batches=self._grid.num_micro_batches,
             transfers=self._source.transfer_seconds(self._grid),
-            longer_share=self._menu.longer_share,
             schedule=self._grid.schedule,
         )
-        stages = (seconds + 2.0 * overhead.other_seconds_per_action).tolist()
         less = self._source.rates.sync(self._grid, self._grid.num_ranks).less
         sync = max(0.0, float(self._counts[0] @ self._column("sync")) - less)
-        backward = float(self._counts[0] @ self._column("backward")) + overhead.other_seconds_per_action
         sharded = bool(self._grid.zero)
-        once = self._source.costs.exposed_gradient_sync(sync, backward, sharded=sharded)
+        once = self._source.costs.exposed_gradient_sync(sync, float(backward[0]), sharded=sharded)
         once += float((self._counts @ self._column("update")).max())
-        return pipeline_bound(shape, stages) + once + overhead.other_seconds_per_step
+        return pipeline_bound(shape, forward.tolist(), backward.tolist()) + once + overhead.other_seconds_per_step
 
     def layout(self) -> Layout:
         assert self._menu is not None

@@ -65,7 +65,7 @@ def test_the_ladder_never_goes_up_in_time(plan_8b):
 @pytest.mark.parametrize("freedom", ["uniform", "modules"])
 def test_goodput_beats_the_fastest_plan_in_what_it_delivers(freedom):
     """With many replicas a failure takes less with it: the plan that delivers most need not be the fastest."""
-    job = problem("llama-3-70b", "h100x128", 512, 8192)
+    job = problem("llama-3-70b", "h100x64", 1024, 8192)
     fastest = make_plan(job, device_costs, objective="step-time", freedom=freedom)
     chosen = make_plan(job, device_costs, objective="goodput", freedom=freedom)
     ours, theirs = chosen.predicted, fastest.predicted
