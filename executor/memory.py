@@ -31,17 +31,25 @@ class LiveStorages(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._seen: set[int] = set()
+        self._resized: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, torch.Tensor):
                 self._count(value.untyped_storage())
+        if self._resized:
+            self._reach(sum(storage.nbytes() for storage in self._resized))
         return result
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
-        """Leave out what was there before."""
+        """Leave out what was there before.  What is empty now is counted whenever it has memory (gathered weights)."""
         self._seen.add(storage._cdata)
+        if storage.nbytes() == 0:
+            self._resized.append(storage)
+
+    def _reach(self, more_bytes: int = 0) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -49,7 +57,7 @@ class LiveStorages(TorchDispatchMode):
             return
         self._seen.add(key)
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._reach()
         weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
@@ -74,7 +82,7 @@ class _SavedTensors:
         return kept.tensor
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        key = storage.data_ptr()
+        key = storage._cdata
         if key in self._ignored:
             return
         self._holders[key] = self._holders.get(key, 0) + 1
@@ -83,7 +91,7 @@ class _SavedTensors:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def remove(self, storage: torch.UntypedStorage) -> None:
-        key = storage.data_ptr()
+        key = storage._cdata
         if key in self._ignored:
             return
         self._holders[key] -= 1
@@ -122,7 +130,7 @@ def static_bytes(engine: Engine) -> int:
 @contextlib.contextmanager
 def saved_tensor_bytes(ignored: list[torch.Tensor]) -> Iterator[_SavedTensors]:
     """Measure what autograd keeps inside; `ignored` (weights) does not count."""
-    saved = _SavedTensors({tensor.untyped_storage().data_ptr() for tensor in ignored})
+    saved = _SavedTensors({tensor.untyped_storage()._cdata for tensor in ignored})
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         yield saved
 

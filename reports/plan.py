@@ -23,6 +23,12 @@ STEP_NAMES = {
     "data": "data",
     "other": "host and other",
 }
+SHARDED = (
+    "optimizer sharded not at all (zero 0)",
+    "optimizer sharded over copies (zero 1)",
+    "optimizer and gradients sharded over copies (zero 2)",
+    "optimizer, gradients and weights sharded over copies (zero 3)",
+)
 MEMORY_NAMES = {
     "weights": "weights",
     "gradients": "gradients",
@@ -115,11 +121,11 @@ def headline(plan: Plan) -> str:
             f"{_count(pipeline.micro_batch, 'sequence')}, {pipeline.schedule}"
         )
     zero = {p.zero for pipeline in plan.pipelines for stage in pipeline.stages for p in stage.modules}
-    sharded = "in part" if len(zero) > 1 else "over copies (zero 1)" if zero == {1} else "not at all (zero 0)"
+    sharded = SHARDED[zero.pop()] if len(zero) == 1 else f"optimizer sharded in part (zero {sorted(zero)})"
     return (
         f"{plan.model.name} on {plan.cluster.name} ({plan.world_size} ranks), global batch "
         f"{plan.training.global_batch} x {plan.training.seq_len} tokens, {plan.training.precision}\n"
-        f"{'; '.join(shapes)}; optimizer sharded {sharded}"
+        f"{'; '.join(shapes)}; {sharded}"
     )
 
 

@@ -149,3 +149,28 @@ def test_weights_of_unlike_replicas_are_not_gathered() -> None:
 def test_tied_weights_on_two_stages_are_not_gathered() -> None:
     with pytest.raises(ValidationError, match=r"tied weights of embedding and head, which lie on two stages"):
         build(small_model(tied=True), [ReplicaShape(TWO_STAGES, 1, 4)], zero=3)
+
+
+def measured_peak(plan_json: str) -> tuple[int, int]:
+    """Peak and kept bytes of a rank's first step."""
+    from executor.engine import Engine
+    from executor.memory import measure_step
+
+    plan = Plan.model_validate_json(plan_json)
+    engine = Engine(plan, OPTIONS, device=torch.device("cpu"), seed=SEED)
+    tokens = tokens_of(plan.model, plan.training.global_batch, plan.training.seq_len, 1)
+    with measure_step(engine) as readings:
+        engine.step(1, lambda first, count: tokens[first : first + count])
+    return readings[0].peak_bytes, readings[0].activation_bytes
+
+
+@pytest.mark.gloo
+def test_gathered_weights_count_in_the_peak_and_not_as_activations(gloo_pool: GlooPool) -> None:
+    plans = [build(small_model(), [ReplicaShape([StageShape(4, ONES4)], 4, 8)], zero=zero) for zero in (2, 3)]
+    (two, kept_two), (three, kept_three) = (
+        gloo_pool.run(measured_peak, 4, plan.model_dump_json())[0] for plan in plans
+    )
+    assert kept_three == kept_two
+    held = [rank_memory(plan, 0, 0, 0) for plan in plans]
+    # What comes and goes is part of the peak, so that less is saved than what lies there between steps.
+    assert 0 < two - three < held[0].weights - held[1].weights
