@@ -171,6 +171,5 @@ def test_gathered_weights_count_in_the_peak_and_not_as_activations(gloo_pool: Gl
         gloo_pool.run(measured_peak, 4, plan.model_dump_json())[0] for plan in plans
     )
     assert kept_three == kept_two
-    held = [rank_memory(plan, 0, 0, 0) for plan in plans]
-    # What comes and goes is part of the peak, so that less is saved than what lies there between steps.
-    assert 0 < two - three < held[0].weights - held[1].weights
+    # Level 2 gathers all weights at once after the update as well.
+    assert two - three >= rank_memory(plans[0], 0, 0, 0).weights - rank_memory(plans[1], 0, 0, 0).weights
