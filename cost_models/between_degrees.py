@@ -70,7 +70,7 @@ class BetweenDegrees(MeasuredCosts):
         if below is not None and above is not None:
             along = math.log(degree / below) / math.log(above / below)
         between = _between(scaled[0], scaled[-1], along)
-        share = Share.of(module, degree, block_tokens, own)
+        share = Share.of(module, degree, block_tokens, seq_len, own)
         return replace(
             between,
             activation_bytes=activation_bytes(module, share, self._training.precision, recompute),

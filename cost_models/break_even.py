@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cost_models.failures import default_failure_model
 from cost_models.goodput import checkpoint_bytes_per_rank, factors_of
@@ -111,3 +113,44 @@ def break_even(
             high = middle
     multiplier = math.exp((low + high) / 2.0)
     return BreakEven(multiplier, multiplier * model.failures_per_device_day, first_at_low)
+
+
+def best_by_rate(
+    candidates: Sequence[Candidate], failures: FailureModel | None = None, *, widest: float = 100.0
+) -> list[tuple[int, float]]:
+    """(candidate, failures per device-day up to which it delivers most), from rare failures to frequent ones.
+
+    Rates from 1/`widest` to `widest` times the model's; the last entry's is infinite.  Candidates that are ahead for
+    less than a step of the grid (a factor of 1.4) may be missed.
+    """
+    model = failures if failures is not None else default_failure_model()
+
+    def best(log_multiplier: float) -> int:
+        scaled = model.scaled(math.exp(log_multiplier))
+        values = [candidate.goodput(scaled) for candidate in candidates]
+        return max(range(len(values)), key=lambda index: values[index])
+
+    edge = math.log(widest)
+    steps = math.ceil(2.0 * edge / math.log(2.0))
+    grid = [edge * step / steps for step in range(-steps, steps + 1)]
+    winners = [best(point) for point in grid]
+    found: list[tuple[int, float]] = []
+    for (low, here), (high, there) in pairwise(zip(grid, winners, strict=True)):
+        while here != there:  # a third one may lie between: it is found on the way
+            point, after = _next_change(best, low, high, here)
+            found.append((here, model.failures_per_device_day * math.exp(point)))
+            low, here = point, after
+    return [*found, (winners[-1], math.inf)]
+
+
+def _next_change(best: Callable[[float], int], low: float, high: float, here: int) -> tuple[float, int]:
+    """Where `here` stops being the best, and what is then."""
+    after = best(high)
+    while high - low > 1e-6:
+        middle = (low + high) / 2.0
+        now = best(middle)
+        if now == here:
+            low = middle
+        else:
+            high, after = middle, now
+    return high, after

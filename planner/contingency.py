@@ -80,7 +80,8 @@ class Replanner:
         for way in ways:
             if time.monotonic() > deadline and found:
                 break
-            priced = self._priced(way, lost)
+            fitting = [one.rank(self._limit) for one in found if one.predicted.peak_memory_bytes <= self._limit]
+            priced = self._priced(way, lost, min(fitting, default=None))
             if priced is not None:
                 found.append(priced)
         if not found:
@@ -109,7 +110,7 @@ class Replanner:
     def _most_promising(
         self, lost: Sequence[int], deadline: float, policies: Sequence[ContingencyPolicy], *, ahead: bool
     ) -> list[Way]:
-        """The best of every policy by their estimates."""
+        """The best of every policy by their estimates, the best of all first."""
         by_policy: defaultdict[str, list[tuple[tuple[int, float], Way]]] = defaultdict(list)
         for way in self._survivors.ways(lost, few=ahead):
             if time.monotonic() > deadline:
@@ -118,10 +119,12 @@ class Replanner:
             if candidate is not None:
                 by_policy[way.policy].append((self._estimate(candidate), way))
         most = PRICED_AHEAD if ahead else PRICED_ON_LOSS
-        return [way for found in by_policy.values() for _, way in sorted(found)[:most]]
+        return [way for _, way in sorted(one for found in by_policy.values() for one in sorted(found)[:most])]
 
-    def _priced(self, way: Way, lost: Sequence[int]) -> _Priced | None:
-        """A way at its price; composed again with less memory where the price finds more than the tables say."""
+    def _priced(self, way: Way, lost: Sequence[int], best: tuple[bool, int, float] | None = None) -> _Priced | None:
+        """A way at its price; composed again with less memory where the price finds more than the tables say, unless
+        it is behind the `best` as it is.
+        """
         found = None
         for _ in range(TIGHTENED):
             candidate = self._survivors.candidate(way, lost)
@@ -129,7 +132,7 @@ class Replanner:
                 break
             found = _Priced(candidate, self._price(candidate, lost))
             over = found.predicted.peak_memory_bytes - self._limit
-            if over <= 0:
+            if over <= 0 or (best is not None and (False, *found.rank(self._limit)[1:]) >= best):
                 break
             slack = self._survivors.slack
             if self._is_healthy(found.predicted.peak_memory_rank, candidate):

@@ -14,6 +14,7 @@ from planner.infeasible import nothing_found
 from planner.ladder import as_ladder, climb, goodput_rung, memory_rung
 from planner.memory_goal import MEMORY_TOLERANCE, least_memory
 from planner.problem import CostMaker, Pricer, Problem, make_searcher
+from planner.rate_choices import rate_choices
 from planner.search import TOLERANCE, Engine, Freedom, Outcome, Searcher
 from specs.plan import Certificate, Objective, Plan
 
@@ -63,7 +64,8 @@ def make_plan(
         assert outcome.layout is not None
         chosen = outcome.layout
         ladder = (*ladder, goodput_rung(pricer.predictions[best.layout], pricer.predictions[chosen], chosen))
-    return pricer.plan(chosen).with_results(
+    plan, fitting = pricer.plan(chosen), {x: p for x, p in pricer.predictions.items() if pricer.fits(p)}
+    return plan.with_results(
         predicted=pricer.predictions[chosen],
         certificate=Certificate(
             engine=engine,
@@ -80,6 +82,7 @@ def make_plan(
             **_work([rung.outcome for rung in rungs], outcome),
         ),
         ladder=ladder,
+        rate_choices=rate_choices(plan, fitting, chosen),
         alternatives=alternatives(searcher, incumbent, pricer.predictions, chosen, pricer.memory_bytes, top_k),
     )
 

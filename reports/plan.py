@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reports.contingency import contingency_table
+from reports.rate_choices import rate_choices_table
 from specs.plan import MemoryTerms, ModulePlacement, Plan, Prediction, Stage, StepTerms
 from specs.units import num_bytes, percent, rate, seconds
 
@@ -49,6 +50,8 @@ def render(plan: Plan) -> RenderableType:
         parts += [_ladder_table(plan), Text()]
     if plan.alternatives:
         parts += [_alternatives_table(plan), Text()]
+    if plan.rate_choices:
+        parts += [rate_choices_table(plan), Text()]
     if plan.contingencies:
         parts += [contingency_table(plan), Text()]
     if plan.certificate is not None:
@@ -80,7 +83,7 @@ def render_prediction(plan: Plan, predicted: Prediction, *, profiled: bool) -> l
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The keys that scripts read, and the whole layout."""
-    names = {"predicted", "certificate", "ladder", "alternatives", "contingencies"}
+    names = {"predicted", "certificate", "ladder", "alternatives", "rate_choices", "contingencies"}
     found = plan.model_dump(mode="json", include=names)
     pipelines = [
         {
