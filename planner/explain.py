@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from cost_models.interface import CostModel
 from cost_models.step import price
 from planner.constraints import MODES
+from planner.shadow_prices import ShadowPrice
 from planner.space import divisors
 from specs.errors import BadInputError
 from specs.model import Module, num_units
@@ -44,11 +45,12 @@ class ModuleReasons:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Memory left on the fullest rank of each stage (negative: over the limit), and reasons by module."""
+    """Memory left on the fullest rank of each stage (negative: over the limit), reasons by module, shadow prices."""
 
     step_seconds: float
     free_bytes: tuple[int, ...]
     modules: tuple[ModuleReasons, ...]
+    prices: tuple[ShadowPrice, ...] = ()
 
 
 def explain(plan: Plan, costs: CostModel, module: str | None = None) -> Explanation:

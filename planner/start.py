@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from planner.explain import Explanation, explain
 from planner.make import make_plan
 from planner.problem import CostMaker, Problem
 from planner.search import Engine, Freedom
+from planner.shadow_prices import shadow_prices
 from specs.base import load_document
 from specs.cluster import ClusterSpec, Precision
 from specs.errors import BadInputError
@@ -128,10 +130,14 @@ def estimate_plan(path: Path, profile_path: Path | None) -> tuple[Plan, Predicti
     return plan, price(plan, costs)
 
 
-def explain_plan(path: Path, profile_path: Path | None, module: str | None) -> Explanation:
-    """Reasons for the layout of a plan file."""
+def explain_plan(path: Path, profile_path: Path | None, module: str | None, seconds_each: float = 10.0) -> Explanation:
+    """Reasons for the layout of a plan file; shadow prices too, unless one module is asked about."""
     plan = load_document(Plan, path, "plan")
-    return explain(plan, costs_from(read_profile(profile_path))(plan.cluster, plan.training), module)
+    costs = costs_from(read_profile(profile_path))(plan.cluster, plan.training)
+    found = explain(plan, costs, module)
+    if module is not None or seconds_each <= 0.0:
+        return found
+    return replace(found, prices=shadow_prices(plan, costs, seconds_each=seconds_each))
 
 
 def _usual_precision(cluster: ClusterSpec) -> Precision:

@@ -13,6 +13,9 @@ from reports.plan import as_json
 from specs.plan import Plan, Recompute
 from specs.units import num_bytes, percent, seconds
 
+# Gains below this fraction of a step are called nothing: searches stop when they are that close.
+NOTHING = 2e-4
+
 
 class _Neighbour(Protocol):
     @property
@@ -27,8 +30,23 @@ class _Neighbour(Protocol):
     def reason(self) -> str | None: ...
 
 
+class _Price(Protocol):
+    @property
+    def change(self) -> str: ...
+    @property
+    def gain(self) -> float: ...
+    @property
+    def least_gain(self) -> float: ...
+    @property
+    def most_gain(self) -> float: ...
+    @property
+    def layout(self) -> str | None: ...
+
+
 def render_explanation(
-    free_bytes: Sequence[int], modules: Sequence[tuple[str, int, int, Sequence[_Neighbour]]]
+    free_bytes: Sequence[int],
+    modules: Sequence[tuple[str, int, int, Sequence[_Neighbour]]],
+    prices: Sequence[_Price] = (),
 ) -> RenderableType:
     """`modules`: name, how many are alike in the stage, stage, neighbours with the plan's own way first."""
     tightest = min(range(len(free_bytes)), key=lambda stage: free_bytes[stage])
@@ -38,6 +56,8 @@ def render_explanation(
             "One module changed at a time; the rest of the plan stays."
         )
     ]
+    if prices:
+        parts += [Text(), _prices(prices)]
     for name, count, stage, neighbours in modules:
         more = f" and {count - 1} more like it" if count > 1 else ""
         table = Table(
@@ -60,6 +80,20 @@ def render_explanation(
             )
         parts += [Text(), table]
     return Group(*parts)
+
+
+def _prices(prices: Sequence[_Price]) -> Table:
+    """What each change would buy; the range is what bounds leave open."""
+    table = Table(
+        title="What would make a step shorter", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
+    for column in ("", "saves", "proven", ""):
+        table.add_column(column, justify="right" if column else "left", header_style="dim")
+    for price in prices:
+        saves = f"{100.0 * price.gain:.2f} %" if price.gain > NOTHING else "nothing"
+        proven = f"{100.0 * price.least_gain:.2f} to {100.0 * price.most_gain:.2f} %"
+        table.add_row(price.change, saves, proven, price.layout or "")
+    return table
 
 
 def blocks_text(blocks: tuple[int, ...]) -> str:
