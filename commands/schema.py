@@ -9,7 +9,8 @@ import typer
 
 def schema(
     kind: Annotated[
-        Literal["plan", "profile", "model", "cluster", "runlog"], typer.Argument(help="Which file's schema.")
+        Literal["plan", "profile", "model", "cluster", "failures", "runlog"],
+        typer.Argument(help="Which file's schema."),
     ],
 ) -> None:
     """Print the JSON schema of a file that Plait reads or writes."""

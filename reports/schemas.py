@@ -5,12 +5,19 @@ from __future__ import annotations
 from pydantic import BaseModel, TypeAdapter
 
 from specs.cluster import ClusterSpec
+from specs.failures import FailureModel
 from specs.model import ModelSpec
 from specs.plan import Plan
 from specs.profile import Profile
 from specs.runlog import Record
 
-DOCUMENTS: dict[str, type[BaseModel]] = {"plan": Plan, "profile": Profile, "model": ModelSpec, "cluster": ClusterSpec}
+DOCUMENTS: dict[str, type[BaseModel]] = {
+    "plan": Plan,
+    "profile": Profile,
+    "model": ModelSpec,
+    "cluster": ClusterSpec,
+    "failures": FailureModel,
+}
 NAMES = (*DOCUMENTS, "runlog")
 
 

@@ -16,6 +16,7 @@ import typer.main
 import cli
 from specs.base import parse
 from specs.cluster import ClusterSpec
+from specs.failures import FailureModel
 from specs.model import ModelSpec
 from specs.plan import Plan
 from specs.profile import Profile
@@ -23,7 +24,7 @@ from specs.runlog import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
-KINDS = {"model": ModelSpec, "cluster": ClusterSpec, "plan": Plan, "profile": Profile}
+KINDS = {"model": ModelSpec, "cluster": ClusterSpec, "plan": Plan, "profile": Profile, "failures": FailureModel}
 
 
 class Block(NamedTuple):
