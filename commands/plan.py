@@ -20,6 +20,9 @@ def plan(
         Path | None, typer.Option(help="profile.json of this cluster; without it shipped device data, estimated.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the step's timeline, a lane per stage (.png, .svg, .pdf).")
+    ] = None,
     memory_cap: Annotated[str | None, typer.Option(help="Bytes a rank may fill, e.g. 64GiB.")] = None,
     precision: Annotated[
         Literal["fp32", "bf16", "fp8"] | None, typer.Option(help="Default: bf16 on GPUs, fp32 on CPUs.")
@@ -56,11 +59,15 @@ def plan(
     import json
     import shlex
 
+    from commands.sources import plot_step
     from planner.constraints import Constraints
     from planner.start import start_plan
+    from reports.figures import format_of
     from reports.plan import as_json as to_json
     from reports.plan import render
 
+    if plot is not None:
+        format_of(plot)  # before the search, not after it
     found = start_plan(
         model=model,
         cluster=cluster,
@@ -80,11 +87,14 @@ def plan(
     )
     if out is not None:
         found.save(out)
+    if plot is not None:
+        plot_step(found, profile, plot)
     if as_json:
         typer.echo(json.dumps(to_json(found), indent=1))
         return
     from rich.console import Console
 
     Console(highlight=False).print(render(found))
-    if out is not None:
-        typer.echo(f"wrote {out}")
+    for path in (out, plot):
+        if path is not None:
+            typer.echo(f"wrote {path}")

@@ -13,6 +13,7 @@ from cost_models.step import price
 from cost_models.topology import Topology
 from planner.start import costs_from, read_profile
 from reports.page import Inputs
+from reports.timeline import draw
 from reports.trace import PredictedStep, trace
 from specs.base import load_document
 from specs.errors import BadInputError
@@ -33,6 +34,14 @@ def first_pass(plan: Plan, costs: CostModel) -> ReplicaPass:
     topology = Topology(plan)
     sharding = micro_batch_seconds(plan, costs, topology, holdings(plan).buckets)
     return replica_pass(plan, costs, topology, dict(plan.model.modules()), topology.classes[0], sharding)
+
+
+def plot_step(plan: Plan, profile: Path | None, path: Path) -> None:
+    """Draw one predicted step of a plan."""
+    costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
+    predicted = plan.predicted if plan.predicted is not None else price(plan, costs)
+    title = f"{plan.model.name} on {plan.cluster.name}"
+    draw(first_pass(plan, costs).spans(), path, title=title, step_seconds=predicted.step_time_seconds)
 
 
 def gather(source: Path, *, profile: Path | None, days: float, trials: int) -> Inputs:

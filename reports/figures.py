@@ -22,11 +22,17 @@ def new_figure(*, width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure whole or not at all; png, svg or pdf by the file's ending."""
+def format_of(path: Path) -> str:
+    """The format that a file's ending names.  Raises `BadInputError`."""
     ending = path.suffix.removeprefix(".").lower()
     if ending not in FORMATS:
         raise BadInputError(f"picture {path}: the ending must be one of {', '.join(FORMATS)}.")
+    return ending
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure whole or not at all; png, svg or pdf by the file's ending."""
+    ending = format_of(path)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=ending)
     write_whole(path, buffer.getvalue())
