@@ -75,14 +75,14 @@ def _replicas(
     return tuple(found)
 
 
-def all_prices(
+def all_plans(
     model: ModelSpec,
     cluster: ClusterSpec,
     training: TrainingSpec,
     costs: CostModel,
     known: frozenset[tuple[str, int, str]],
-) -> list[tuple[float, int]]:
-    """(step seconds, peak bytes) of every plan that can be."""
+) -> list[tuple[Pipeline, float, int]]:
+    """(pipeline, step seconds, peak bytes) of every plan that can be."""
     found = []
     for pipeline, replicas in all_pipelines(model, cluster, training, known):
         try:
@@ -92,5 +92,5 @@ def all_prices(
         except ValidationError:
             continue
         prediction = price(plan, costs)
-        found.append((prediction.step_time_seconds, prediction.peak_memory_bytes))
+        found.append((pipeline, prediction.step_time_seconds, prediction.peak_memory_bytes))
     return found
