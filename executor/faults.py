@@ -53,7 +53,7 @@ class Drill:
         engine.sync.finish = before(engine.sync.finish, "sync")  # type: ignore[method-assign]
         engine.optimizer.update = before(engine.optimizer.update, "update")  # type: ignore[method-assign]
         engine.sync.gather_weights = before(engine.sync.gather_weights, "gather")  # type: ignore[method-assign]
-        engine.stage.register_forward_pre_hook(lambda *_: self._fire("forward"))
+        engine.stages[0].register_forward_pre_hook(lambda *_: self._fire("forward"))
 
     def _fire(self, moment: Moment) -> None:
         for fault in list(self._faults):

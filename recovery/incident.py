@@ -7,18 +7,9 @@ from collections import defaultdict
 from typing import Literal
 
 from recovery.policy import Way
-from specs.runlog import Bucket, IncidentRecord
+from specs.runlog import INCIDENT_BUCKETS, Bucket, IncidentRecord
 
-# failure_detection: from the fault to its discovery.  reforming: leaving the old groups, starting processes, new groups
-# and modules.  replanning: the way on.  state_transfer: weights and moments to their owners, or from a checkpoint.
 Part = Literal["partial_step", "failure_detection", "reforming", "replanning", "state_transfer", "first_step"]
-BUCKETS: dict[Part, Bucket] = {
-    "partial_step": "wasted_progress",
-    "failure_detection": "failure_detection",
-    "reforming": "reforming",
-    "replanning": "replanning",
-    "state_transfer": "state_transfer",
-}
 
 
 class Incident:
@@ -45,7 +36,7 @@ class Incident:
 
     def by_bucket(self) -> dict[Bucket, float]:
         """Seconds for the account; the first step has its own there."""
-        return {BUCKETS[part]: seconds for part, seconds in self.seconds.items() if part in BUCKETS}
+        return {INCIDENT_BUCKETS[part]: seconds for part, seconds in self.seconds.items() if part in INCIDENT_BUCKETS}
 
     def record(
         self,
@@ -84,10 +75,6 @@ class Incident:
 
 def sentence(record: IncidentRecord, *, full_batch: int) -> str:
     """For the person who watches."""
-    causes = [f"rank {rank} {cause}" for rank, cause in sorted(record.lost.items())]
-    causes += [f"rank {rank} is back" for rank in record.returned]
-    causes += [f"rank {rank} was started again" for rank in record.restarted if rank not in record.lost]
-    causes += [f"rank {rank} computes {factor:.2f} x as long as its peers" for rank, factor in record.slow.items()]
     took = sum(seconds for part, seconds in record.seconds.items() if part != "first_step")
     where = {
         "memory": "the survivors' memory, no step lost",
@@ -96,7 +83,7 @@ def sentence(record: IncidentRecord, *, full_batch: int) -> str:
     }[record.source]
     layout = f" ({record.layout})" if record.layout else ""
     text = (
-        f"{'; '.join(causes) or 'all ranks waited for each other'}. Training goes on after step {record.step} on "
+        f"{record.cause}. Training goes on after step {record.step} on "
         f"{record.world_size} ranks, {record.policy}{layout}; state from {where}; {took:.1f} s"
     )
     if not record.batch_kept:

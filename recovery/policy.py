@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cost_models.sources import survivors_costs
 from planner.contingency import replan
-from planner.start import costs_from, read_profile
+from planner.start import read_profile
 from specs.contingency import find_contingency, plan_after
 from specs.options import TrainOptions
 from specs.plan import Alternative, Plan
@@ -45,7 +46,7 @@ class Policy:
             return Way(plan, known.policy, known.layout, _rejected(known.alternatives))
         missing = tuple(sorted({*self._plan.cluster.missing, *lost.difference(used)}))  # spares that are lost too
         plan = self._plan.model_copy(update={"cluster": self._plan.cluster.model_copy(update={"missing": missing})})
-        costs = costs_from(self._profile)(plan.cluster, plan.training)
+        costs = survivors_costs(self._profile, plan.training, plan.cluster)
         solved = replan(plan, costs, used, time_limit_seconds=self._seconds)
         return Way(plan_after(plan, solved), solved.policy, solved.layout, _rejected(solved.alternatives))
 

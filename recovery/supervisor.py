@@ -19,26 +19,22 @@ from executor.messages import (
     Continue,
     End,
     Failed,
-    Finished,
-    Form,
-    Formed,
-    Halted,
     Injected,
     Leave,
     Logged,
+    Order,
     Pause,
-    Paused,
     Phase,
     Ping,
     Report,
     StepDone,
     Store,
     StoreOpen,
-    Totals,
 )
+from recovery.generation import Generation
 from recovery.incident import Incident
 from recovery.log import SupervisorLog
-from recovery.policy import Way, WayOn, peers, ranks_of, words
+from recovery.policy import Way, WayOn, peers, words
 from recovery.watch import Patience, Slowness, suspects
 from recovery.workers import Lost, Workers
 from specs.errors import BadInputError, PlaitError
@@ -72,29 +68,19 @@ class Supervisor:
         returns: Mapping[int, int] | None = None,
     ) -> None:
         self._options, self._way_on, self._original = options, way_on, plan
-        self._way = Way(plan, "as planned", "")
+        self._way = Way(plan, "as planned", "")  # of the generation to come
         self._faults, self._returns = list(faults), dict(returns or {})
         self._workers = Workers(["executor.member", str(options.out)], plan.cluster.num_devices)
         self._log = SupervisorLog(options, started)
         self._patience = Patience(options.hang_seconds)
-        self._generation = -1
-        self._members: tuple[int, ...] = ()
-        self._speaker: int | None = None
-        self._formed: dict[int, Formed] = {}
-        self._halted: dict[int, Halted] = {}
-        self._paused: set[int] = set()
-        self._finished: dict[int, Finished] = {}
-        self._is_pausing = False
-        self._broken = ""  # why the generation cannot go on
+        self._generation = Generation(-1, self._way, -1)
         self._lost: dict[int, str] = {}  # devices that are not used, with the cause
         self._retry_at: dict[int, float] = {}  # when a lost device is tried again, monotonic
-        self._totals: Totals | None = None
         self._incident: Incident | None = None
         self._injected: float | None = None  # time of a drill's fault that is not discovered yet
         self._crashed_after: list[int] = []  # steps after which a worker ended of an exception
         self._breaks = 0
         self._was_formed = False
-        self._redone = 0  # steps that are trained again since the last interruption
         self._stop_asked = 0
         self._stop_by = float("inf")
         self._pinged = 0.0
@@ -140,60 +126,62 @@ class Supervisor:
 
     # ---- hearing
 
-    def _events(self) -> list[tuple[int, Report]]:
-        """What members report and the callers care for; all else is done here."""
-        reports = []
+    def _hear(self) -> None:
+        """What workers say, and who of them is gone."""
         for rank, event in self._workers.events(0.05):
             if isinstance(event, Lost):
                 self._lose(event)
-            elif not self._take(rank, event):
-                reports.append((rank, event))
+            else:
+                self._take(rank, event)
         now = time.monotonic()
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
-            for rank in self._workers.ranks:
-                self._workers.send(rank, Ping())
+            self._tell(self._workers.ranks, Ping())
         if now > self._stop_by:
             raise KeyboardInterrupt
-        return reports
 
-    def _take(self, rank: int, report: Report) -> bool:
-        is_member = rank in self._members
+    def _take(self, rank: int, report: Report) -> None:
+        generation = self._generation
         match report:
             case Failed():
                 error = BadInputError(report.message)
                 error.exit_code = report.exit_code
                 raise error
-            case Logged() if is_member:
-                if isinstance(report.record, StepRecord):
-                    self._patience.step(report.record.seconds)
-                    if self._is_formed:
-                        self._breaks = 0
-                        self._close_incident()
-                self._log.take(report)
             case Injected():
                 self._faults.remove(report.fault)
                 self._injected = report.time
-            case Phase() if is_member:
+            case _ if rank not in generation.members:
+                pass
+            case Logged():
+                if isinstance(report.record, StepRecord):
+                    self._patience.step(report.record.seconds)
+                    if generation.is_formed:
+                        self._close_incident()
+                self._log.take(report)
+            case StoreOpen() if report.generation == generation.number:
+                place = Store(generation=report.generation, host=report.host, port=report.port)
+                self._tell(generation.members, place)
+            case Phase():
                 self._patience.progress(report.name)
-                if report.name == "loading" and self._incident is not None and rank == self._speaker:
+                if report.name == "loading" and self._incident is not None and rank == generation.speaker:
                     self._incident.enter("state_transfer")
-            case StepDone() if is_member:
+            case StepDone():
                 self._patience.progress()
                 self._slowness.step(report.step, rank, report.busy_seconds)
-            case Halted() if report.generation == self._generation:
-                self._halted[rank] = report
-                self._break(f"worker {rank}: {report.cause}")
-            case Paused() if is_member:
-                self._paused.add(rank)
-            case Finished() if is_member:
-                self._finished[rank] = report
             case _:
-                return False
-        return True
+                generation.take(rank, report, self._log)
 
-    def _break(self, reason: str) -> None:
-        self._broken = self._broken or reason
+    def _tell(self, ranks: Iterable[int], order: Order) -> None:
+        for rank in ranks:
+            self._workers.send(rank, order)
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Hear until `done`.  Raises `_BrokenError` as soon as the generation cannot go on."""
+        while not done():
+            self._hear()
+            self._look_for_hangs()
+            if self._generation.broken:
+                raise _BrokenError
 
     def _lose(self, lost: Lost, detection: float | None = None) -> None:
         """A worker is gone; `detection`: seconds from the fault to now, where it is known."""
@@ -212,13 +200,13 @@ class Supervisor:
         self._lost[lost.rank] = lost.cause
         if self._options.return_after_seconds is not None:
             self._retry_at[lost.rank] = time.monotonic() + self._options.return_after_seconds
-        self._finished.pop(lost.rank, None)
-        if lost.rank in self._members:
+        self._generation.finished.pop(lost.rank, None)
+        if lost.rank in self._generation.members:
             if detection is None:
                 detection = 0.0 if self._injected is None else time.time() - self._injected
             self._injected = None
             self._open_incident(detection).lost[lost.rank] = lost.cause
-            self._break(f"lost {words([lost.rank])}")
+            self._generation.breaks(f"lost {words([lost.rank])}")
 
     def _open_incident(self, detection: float = 0.0) -> Incident:
         if self._incident is None:
@@ -228,19 +216,21 @@ class Supervisor:
 
     def _close_incident(self) -> None:
         """Training goes on: the first step of the new generation is there."""
+        self._breaks = 0
         if self._incident is None:
             return
-        formed = self._formed[self._members[0]]
+        generation, whole = self._generation, self._original.training.global_batch
+        formed = generation.formed[generation.speaker]
         record = self._incident.record(
-            generation=self._generation,
+            generation=generation.number,
             step=formed.step,
-            redone_steps=self._redone,
-            way=self._way,
-            full_batch=self._original.training.global_batch,
+            redone_steps=generation.redone,
+            way=generation.way,
+            full_batch=whole,
             source=formed.source,
             missing=formed.missing,
         )
-        self._log.incident(record, self._incident.by_bucket(), self._original.training.global_batch)
+        self._log.incident(record, self._incident.by_bucket(), whole)
         self._incident = None
 
     # ---- forming
@@ -248,101 +238,60 @@ class Supervisor:
     def _form(self) -> None:
         """Start what is missing, give everyone the plan, wait until all are ready."""
         plan = self._way.plan
-        self._generation += 1
-        self._members = ranks_of(plan)
-        self._formed, self._halted, self._paused, self._finished = {}, {}, set(), {}
-        self._broken, self._is_pausing = "", False
+        speaker, totals = self._generation.agree()
+        generation = self._generation = Generation(self._generation.number + 1, self._way, speaker)
         self._patience.progress("forming")
-        for rank in self._members:
+        for rank in generation.members:
             if rank not in self._workers.ranks:
                 self._workers.start(rank)
-        self._until(lambda: all(self._workers.is_ready(rank) for rank in self._members))
-        if self._generation == 0:
-            self._log.account.add("program_startup", self._log.account.wall_seconds)
+        self._until(lambda: all(self._workers.is_ready(rank) for rank in generation.members))
         path = self._options.out / "plan.json"
-        if self._generation:
-            path = self._options.out / "generations" / f"plan-{self._generation:04d}.json"
+        if generation.number == 0:
+            self._log.account.add("program_startup", self._log.account.wall_seconds)
+        else:
+            path = self._options.out / "generations" / f"plan-{generation.number:04d}.json"
             plan.save(path)
-        speaker = self._speaker if self._speaker in self._members else self._members[0]
-        self._speaker = speaker
-        for rank in self._members:
-            self._workers.send(
-                rank,
-                Form(
-                    generation=self._generation,
-                    plan=str(path),
-                    members=self._members,
-                    hosts_store=rank == self._members[0],
-                    reports=rank == speaker,
-                    totals=self._totals,
-                    logged=self._log.step,
-                    evaluated=self._log.evaluated,
-                    saved=self._log.saved,
-                    faults=tuple(fault for fault in self._faults if fault.rank == rank),
-                ),
-            )
-        self._until(lambda: len(self._formed) == len(self._members))
+        for rank, order in generation.orders(path, totals, self._log, self._faults).items():
+            self._workers.send(rank, order)
+        self._until(lambda: generation.is_formed)
         self._was_formed = True
-        self._totals = None
-        self._redone = self._log.rewind(self._formed[self._members[0]].step)
         self._slowness = Slowness(peers(plan))
         self._patience.progress("training")
         if self._incident is not None:
             self._incident.enter("first_step")
 
-    @property
-    def _is_formed(self) -> bool:
-        return len(self._formed) == len(self._members) > 0
-
-    def _until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            self._tick()
-
-    def _tick(self) -> None:
-        """Hear what there is to hear.  Raises `_BrokenError` when the generation cannot go on."""
-        for rank, report in self._events():
-            self._hear(rank, report)
-        self._look_for_hangs()
-        if self._broken:
-            raise _BrokenError
-
-    def _hear(self, rank: int, report: Report) -> None:
-        if isinstance(report, StoreOpen) and report.generation == self._generation:
-            store = Store(generation=report.generation, host=report.host, port=report.port)
-            for member in self._members:
-                self._workers.send(member, store)
-        elif isinstance(report, Formed) and report.generation == self._generation:
-            self._formed[rank] = report
-
     # ---- watching
 
     def _watch(self) -> None:
         """Until everyone has finished."""
-        while len(self._finished) < len(self._members):
-            self._tick()
+        generation = self._generation
+        while not generation.is_finished:
+            self._hear()
+            self._look_for_hangs()
+            if not generation.broken and generation.is_paused:
+                self._after_pause()
+            if generation.broken:
+                raise _BrokenError
             self._look_for_slow_ranks()
             self._call_back()
             wanted = self._stop_asked or any(self._workers.is_ready(rank) for rank in self._lost)
-            if wanted and not self._is_pausing:
-                self._is_pausing = True
-                for rank in self._members:
-                    self._workers.send(rank, Pause())
-            if len(self._paused) == len(self._members):
-                self._after_pause()
+            if wanted and not generation.is_pausing:
+                generation.is_pausing = True
+                self._tell(generation.members, Pause())
 
     def _after_pause(self) -> None:
         """All members stand at the end of the same step."""
-        self._paused.clear()
-        self._is_pausing = False
+        generation = self._generation
+        generation.paused.clear()
+        generation.is_pausing = False
         back = {rank for rank in self._lost if self._workers.is_ready(rank)}
         if back and not self._stop_asked:
             self._open_incident().returned |= back
             for rank in back:
                 del self._lost[rank]
-            self._break(f"{words(back)} is back")
-            return
-        for rank in self._members:
-            self._workers.send(rank, Continue(stop=bool(self._stop_asked)))
+            generation.breaks(f"{words(back)} is back")
+        else:
+            self._tell(generation.members, Continue(stop=bool(self._stop_asked)))
 
     def _call_back(self) -> None:
         """Start workers on lost devices whose time has come; training goes on until they are ready."""
@@ -356,7 +305,7 @@ class Supervisor:
 
     def _look_for_hangs(self) -> None:
         """End members that the others wait for in vain; they are lost then."""
-        active = [r for r in self._members if r not in self._paused | set(self._finished) and self._workers.is_ready(r)]
+        active = [rank for rank in self._generation.active if self._workers.is_ready(rank)]
         silent = {rank: time.monotonic() - self._workers.worker(rank).heard for rank in active}
         over = self._patience.is_over
         if not over and max(silent.values(), default=0.0) < self._patience.silence:
@@ -368,7 +317,7 @@ class Supervisor:
             self._lose(lost, detection=max(0.0, waited - self._patience.median))
         if not found:
             self._open_incident()
-            self._break("all members wait for each other")
+            self._generation.breaks("all members wait for each other")
 
     def _look_for_slow_ranks(self) -> None:
         for rank, factor in self._slowness.slow_ranks().items():
@@ -380,35 +329,28 @@ class Supervisor:
 
     def _leave(self) -> None:
         """Get everyone who lives out of the generation's collectives; who cannot is started again."""
-        self._open_incident().enter("reforming")
+        generation = self._generation
+        incident = self._open_incident()
+        incident.enter("reforming")
         self._log.account.close_generation()
         self._breaks += 1
         if self._breaks > MAX_BREAKS:
-            raise WorkerError(f"{MAX_BREAKS} times in a row no step was reached ({self._broken}). {AFTER_CRASH}")
-        for rank in self._workers.ranks:
-            self._workers.send(rank, Leave(generation=self._generation))
+            raise WorkerError(f"{MAX_BREAKS} times in a row no step was reached ({generation.broken}). {AFTER_CRASH}")
+        self._tell(self._workers.ranks, Leave(generation=generation.number))
         deadline = time.monotonic() + LEAVE_SECONDS + 2 * self._patience.median
 
         def inside() -> list[int]:
-            return [r for r in self._members if self._workers.is_ready(r) and r not in self._halted]
+            return [r for r in generation.members if self._workers.is_ready(r) and r not in generation.halted]
 
         while inside() and time.monotonic() < deadline:
-            self._events()
+            self._hear()
         for rank in inside():
             pong = self._workers.worker(rank).pong
             self._log.note(
                 f"rank {rank} did not get out of {pong.where if pong else 'its start'}; it is started again."
             )
             self._workers.kill(rank, "could not leave its collectives")
-            self._open_incident().restarted.add(rank)
-        self._agree()
-
-    def _agree(self) -> None:
-        """One step for all: who has taken it tells the totals to those whose gradients are ready for it."""
-        newest = max((halted.step for halted in self._halted.values()), default=-1)
-        ahead = [rank for rank, halted in sorted(self._halted.items()) if halted.step == newest >= 0]
-        self._speaker = ahead[0] if ahead else None
-        self._totals = next((a for rank in ahead if (a := self._halted[rank].applied) is not None), None)
+            incident.restarted.add(rank)
 
     def _choose(self) -> None:
         """The plan for the devices that are left."""
@@ -434,9 +376,8 @@ class Supervisor:
 
     def _end(self) -> None:
         self._close_incident()
-        self._log.end(self._finished[self._members[0]].reason)
-        for rank in self._workers.ranks:
-            self._workers.send(rank, End())
+        self._log.end(self._generation.finished[self._generation.speaker].reason)
+        self._tell(self._workers.ranks, End())
         deadline = time.monotonic() + END_SECONDS
         while self._workers.ranks and time.monotonic() < deadline:
             self._workers.events(0.05)

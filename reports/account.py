@@ -8,15 +8,18 @@ before them broke off without an end record.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specs.errors import BadInputError
 from specs.runlog import (
+    INCIDENT_BUCKETS,
     Bucket,
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
+    IncidentRecord,
     MemoryRecord,
     Record,
     StartRecord,
@@ -35,6 +38,8 @@ class Attempt:
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     memory: list[MemoryRecord] = field(default_factory=list)
+    incidents: list[IncidentRecord] = field(default_factory=list)
+    redone: list[StepRecord] = field(default_factory=list)  # steps that an interruption undid
     end: EndRecord | None = None
 
     @property
@@ -61,13 +66,35 @@ class Attempt:
         spent: dict[Bucket, float] = dict(self.start.seconds)
         parts: tuple[tuple[Bucket, Sequence[StepRecord | CheckpointRecord | EvaluationRecord]], ...] = (
             ("step", self.steps),
+            ("step", self.redone),
             ("checkpoint_save", self.checkpoints),
             ("evaluation", self.evaluations),
         )
         for bucket, records in parts:
             spent[bucket] = spent.get(bucket, 0.0) + sum(record.seconds for record in records)
+        for incident in self.incidents:
+            for part, duration in incident.seconds.items():
+                bucket = INCIDENT_BUCKETS.get(part)
+                if bucket is not None:
+                    spent[bucket] = spent.get(bucket, 0.0) + duration
         spent["other"] = spent.get("other", 0.0) + max(0.0, self.wall_seconds - sum(spent.values()))
         return spent
+
+    def degraded_seconds(self) -> float:
+        """What steps on fewer ranks took beyond as many median steps on all of them; 0 where there were none of those.
+
+        First steps of a process, which warm up, are left out of the median.
+        """
+        few: list[float] = []
+        whole: list[float] = []
+        changes = [(incident.time, incident.world_size) for incident in self.incidents]
+        for step in self.steps:
+            size = next((n for time, n in reversed(changes) if time <= step.time), self.start.world_size)
+            if size < self.start.world_size:
+                few.append(step.seconds)
+            elif not step.warm_up:
+                whole.append(step.seconds)
+        return max(0.0, sum(few) - len(few) * statistics.median(whole)) if whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +137,10 @@ def attempts_of(records: Sequence[Record]) -> list[Attempt]:
                 current.evaluations.append(record)
             case MemoryRecord():
                 current.memory.append(record)
+            case IncidentRecord():
+                current.incidents.append(record)
+                current.redone += [step for step in current.steps if step.step > record.step]
+                current.steps = [step for step in current.steps if step.step <= record.step]
             case EndRecord():
                 current.end = record
     return attempts
@@ -123,11 +154,8 @@ def account_of(attempts: Sequence[Attempt]) -> Account:
     num_wasted = 0
     for number, attempt in enumerate(attempts):
         wasted = [kept.pop(step) for step in sorted(kept) if step > attempt.start.step]
+        wasted += attempt.redone
         num_wasted += len(wasted)
-        vain = sum(step.seconds for step in wasted)
-        if vain:
-            seconds["step"] -= vain
-            seconds["wasted_progress"] = seconds.get("wasted_progress", 0.0) + vain
         kept.update((step.step, step) for step in attempt.steps)
         if number and attempts[number - 1].end is None:
             gap = max(0.0, attempt.began - attempts[number - 1].stopped)
@@ -136,6 +164,13 @@ def account_of(attempts: Sequence[Attempt]) -> Account:
         for bucket, spent in attempt.seconds().items():
             seconds[bucket] = seconds.get(bucket, 0.0) + spent
         wall += attempt.wall_seconds
+        for bucket, spent in (
+            ("wasted_progress", sum(step.seconds for step in wasted)),
+            ("degraded_operation", attempt.degraded_seconds()),
+        ):
+            if spent:
+                seconds["step"] -= spent
+                seconds[bucket] = seconds.get(bucket, 0.0) + spent
     return Account(
         kept=tuple(kept[step] for step in sorted(kept)),
         seconds=seconds,

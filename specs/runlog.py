@@ -107,7 +107,7 @@ class EvaluationRecord(_Measured):
 
 
 class CheckpointRecord(Spec):
-    """A checkpoint became durable; `seconds` is what training waited for it."""
+    """A checkpoint became durable; `seconds` is what training waited for it, `lag_seconds` how long after the step."""
 
     kind: Literal["checkpoint"] = "checkpoint"
     time: float
@@ -115,13 +115,26 @@ class CheckpointRecord(Spec):
     path: str
     size_bytes: int
     seconds: NonNegativeFloat
+    lag_seconds: NonNegativeFloat | None = None  # None: training waited for all of it
+
+
+# Where the parts of an interruption go in the account; its first step (first_step) is a step like others.
+# failure_detection: from the fault to its discovery.  reforming: leaving the old groups, starting processes, new groups
+# and modules.  replanning: the way on.  state_transfer: weights and moments to their owners, or from a checkpoint.
+INCIDENT_BUCKETS: dict[str, Bucket] = {
+    "partial_step": "wasted_progress",
+    "failure_detection": "failure_detection",
+    "replanning": "replanning",
+    "reforming": "reforming",
+    "state_transfer": "state_transfer",
+}
 
 
 class IncidentRecord(Spec):
     """Devices were lost, came back or turned out slow; training goes on after `step` in another generation.
 
     Steps that were taken beyond `step` are trained again.  `seconds` by part, from the moment of the fault (where it
-    is known, else of its discovery) to the first step after it; `partial_step` is the work that was cut off.
+    is known, else of its discovery) to the first step after it, that step included.
     """
 
     kind: Literal["incident"] = "incident"
@@ -142,6 +155,17 @@ class IncidentRecord(Spec):
     source: Literal["memory", "checkpoint", "start"]
     missing_elements: NonNegativeInt = 0  # of the state, that no survivor held
     seconds: dict[str, NonNegativeFloat]
+
+    @property
+    def cause(self) -> str:
+        """What happened, in a few words."""
+        parts = [f"rank {rank} {what}" for rank, what in sorted(self.lost.items())]
+        parts += [f"rank {rank} is back" for rank in self.returned]
+        parts += [f"rank {rank} was started again" for rank in self.restarted if rank not in self.lost]
+        parts += [
+            f"rank {rank} takes {factor:.2f} x as long as its peers" for rank, factor in sorted(self.slow.items())
+        ]
+        return "; ".join(parts) or "all ranks waited for each other"
 
 
 class SlowRecord(Spec):
