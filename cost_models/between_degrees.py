@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from cost_models.activations import activation_bytes
+from cost_models.working import working_bytes
+
 from cost_models.flops import largest_units
 from cost_models.interface import ModuleCost
 from cost_models.measured import MeasuredCosts
-from cost_models.memory import activation_bytes, working_bytes
 from cost_models.share import Share
 from specs.cluster import LinkLevel
 from specs.errors import BadInputError

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes
+from cost_models.working import working_bytes
+
 from cost_models.collectives import (
     curve_seconds,
     measured_curves,
@@ -17,7 +20,6 @@ from cost_models.collectives import (
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, gathered_width, score_flop
 from cost_models.interface import ModuleCost
 from cost_models.kernels import Work, backward_work, forward_work, matrix_seconds, repeated_work
-from cost_models.memory import ACTIVATION_BYTES, activation_bytes, working_bytes
 from cost_models.share import Share
 from cost_models.stacks import Stack, stack
 from specs.cluster import ClusterSpec, CollectiveOp, Device, LinkLevel, Precision

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from cost_models.activations import ACTIVATION_BYTES
+
 from cost_models.flops import largest_units, local_kv_heads, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
-from cost_models.memory import ACTIVATION_BYTES, ModuleGroup, module_groups, share_of
+from cost_models.memory import ModuleGroup, module_groups, share_of
 from cost_models.pipeline import PipelineTiming, Span, action_spans, simulate_actions
 from cost_models.sharding import MicroBatchSeconds
 from cost_models.topology import ReplicaClass, Topology
@@ -21,9 +23,9 @@ from specs.schedule import Actions
 @dataclass(frozen=True, slots=True)
 class StagePass:
     """One micro-batch on one stage, seconds.  `forward` and `backward` are what the stage takes, with communication,
-    waiting inside blocks, loading, host and exposed `sharding` of gradients and weights; `weight` is the part of backward that comes later in schedules that split
-    it.  The `mean_` parts are computing alone, means over its ranks.  `variance` is that of one rank's forward and
-    backward time.
+    waiting inside blocks, loading, host and exposed `sharding` of gradients and weights; `weight` is the part of
+    backward that comes later in schedules that split it.  The `mean_` parts are computing alone, means over its ranks.
+    `variance` is that of one rank's forward and backward time.
     """
 
     forward: float

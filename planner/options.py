@@ -14,10 +14,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes
+from cost_models.working import working_bytes
 
 from cost_models.flops import largest_units, local_kv_heads
 from cost_models.interface import CostModel, ModuleCost
-from cost_models.memory import ACTIVATION_BYTES, WEIGHT_BYTES, activation_bytes, static_bytes, working_bytes
+from cost_models.memory import WEIGHT_BYTES, static_bytes
 from cost_models.share import Share
 from planner.chain import Chain
 from planner.constraints import MODES, Rule

@@ -12,16 +12,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes
+from cost_models.working import working_bytes
 
 from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.interface import CostModel
-from cost_models.memory import (
-    ACTIVATION_BYTES,
-    GRADIENT_BYTES,
-    activation_bytes,
-    static_bytes,
-    working_bytes,
-)
+from cost_models.memory import GRADIENT_BYTES, static_bytes
 from cost_models.reduced import Blocks, candidates
 from cost_models.share import Share
 from cost_models.topology import Topology
@@ -283,7 +279,7 @@ class Refit:
         key = (kind, copies, mode, degree, block_tokens, level)
         if key not in self._rows:
             module, training = self._modules[kind], self._plan.training
-            share = Share.of(module, degree, block_tokens)
+            share = Share.of(module, degree, block_tokens, training.seq_len)
             index = self._kinds.index(kind)
             held = static_bytes(
                 module,

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from cost_models.activations import ACTIVATION_BYTES
+
 from cost_models.interface import CostModel
-from cost_models.memory import ACTIVATION_BYTES
 from cost_models.reduced import candidates
 from planner.describe_loss import describe_loss
 from planner.refit import Fitted, Refit, Task

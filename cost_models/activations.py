@@ -1,0 +1,142 @@
+"""Bytes that a module keeps from forward to backward, as this project's executor keeps them.
+
+A module's input chunk stays on its rank and is gathered again in backward, so that what grows with the block is only
+what is cut by its degree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cost_models.flops import local_kv_heads, routed_tokens
+from cost_models.share import Share
+from specs.cluster import Precision
+from specs.layout import Interval, kv_groups_of
+from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
+from specs.plan import Recompute
+
+ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
+LOG_SUM_EXP_BYTES = 4
+TOKEN_ID_BYTES = 8
+
+
+@lru_cache(maxsize=65536)
+def activation_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
+    """Bytes kept from forward to backward of one micro-batch on one rank.
+
+    # attention  a (n c h + T (2 q + 2 k) d) + 4 T q       mlp        a (n c h + (3 | 2) T f)
+    # head       a (n c h + v h)                           embedding  8 T       moe  `_moe_bytes`
+    # full recompute: a c h (head: + 8 T).  selective: attention without its output and log-sum-exp, mlp without
+    #   its product.  A norm of a module's output keeps that: a c h
+    #   c tokens of the rank's chunk, T tokens of its block, h hidden, d head_dim, a bytes of an activation;
+    #   q query heads, k KV heads, f columns (3 gated, 2 not), v vocabulary rows on this rank.  n = 2, the input and
+    #   the normalised input; the head keeps the finished gradients of its input and weight instead of logits.
+    #   Leaves out statistics of norms (4 or 8 bytes per token) and the rotary table.
+    """
+    size, block_tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
+    chunk = size * share.chunk_tokens * module.hidden
+    if isinstance(module, Embedding):
+        return (TOKEN_ID_BYTES + (size if share.degree > 1 and recompute != "full" else 0)) * block_tokens
+    if recompute == "full":
+        return chunk + (TOKEN_ID_BYTES * block_tokens if isinstance(module, Head) else 0)
+    selective = recompute == "selective"
+    chunks = 2 * chunk
+    if isinstance(module, Attention | Mlp) and module.post_norm:
+        chunks += chunk
+    match module:
+        case Attention():
+            return chunks + _attention_bytes(module, share, precision, selective)
+        case LatentAttention():
+            return chunks + _latent_attention_bytes(module, share, precision, selective)
+        case Mlp():
+            return chunks + size * block_tokens * units.size * (1 + module.gated + (not selective))
+        case Moe():
+            return chunks + _moe_bytes(module, share, size, selective)
+        case Head():
+            return chunks + size * units.size * module.hidden
+
+
+def _moe_bytes(module: Moe, share: Share, size: int, selective: bool) -> int:
+    """What routing keeps on the rank's own tokens, and its experts of the tokens that a balanced router sends them.
+
+    # router   c (4 E + 12 e + 4)     E experts, e of them a token, R = T e u / E tokens for the rank's u experts
+    # experts  a R (3 h + 3 f + 2) + 24 R       inputs, columns, outputs, weights, three lists of places
+    # shared   a 3 T f', and the gathered input a T h in a block of several
+    # selective: router and T e a, in a block of several also the gathered input and choices, T (a h + 8 e)
+    """
+    tokens, chosen = share.block_tokens, module.experts_per_token
+    router = share.chunk_tokens * (4 * module.num_experts + (TOKEN_ID_BYTES + 4) * chosen + 4)
+    gathered = size * tokens * module.hidden if share.degree > 1 else 0
+    if selective:
+        choices = TOKEN_ID_BYTES * tokens * chosen if share.degree > 1 else 0
+        return router + gathered + choices + size * tokens * chosen
+    routed = routed_tokens(module, tokens, share.units)
+    experts = size * (3 * module.hidden + 3 * module.expert_ffn + 2) + 3 * TOKEN_ID_BYTES
+    columns = _shared_columns(module, share.units)
+    return router + round(routed * experts) + (gathered + 3 * size * tokens * columns if columns else 0)
+
+
+def _shared_columns(module: Moe, units: Interval) -> int:
+    """Whole columns of the shared experts on a rank with these experts."""
+    rows, experts = module.shared_ffn, module.num_experts
+    return units.stop * rows // experts - units.start * rows // experts
+
+
+def _attention_bytes(module: Attention, share: Share, precision: Precision, selective: bool) -> int:
+    """What attention keeps between its two projections.
+
+    # with a cap on scores, which no fused kernel takes: queries, the keys and values of each query head, the output,
+    #   and the scores after the cap and as probabilities: a 4 T q d + T q s (a + 4, and a beside fp32) + s^2
+    # with a window: the mask as the kernel wants it, a s^2
+    """
+    size, tokens, seq_len = ACTIVATION_BYTES[precision], share.block_tokens, share.seq_len
+    queries, kv_heads = share.units.size, local_kv_heads(module, share.units)
+    if selective:
+        return size * tokens * (queries + 2 * kv_heads) * module.head_dim
+    normed = queries + kv_heads if module.qk_norm else 0
+    if module.score_cap is not None:
+        scores = tokens * queries * seq_len * (size + 4 + (size if size < 4 else 0))
+        return size * tokens * (4 * queries + normed) * module.head_dim + scores + seq_len**2
+    heads = 2 * queries + 2 * (kv_heads if _whole_kv_groups(module, share.units) else queries) + normed
+    mask = size * seq_len**2 if module.window is not None and module.window < seq_len else 0
+    return size * tokens * heads * module.head_dim + LOG_SUM_EXP_BYTES * tokens * queries + mask
+
+
+def _latent_attention_bytes(module: LatentAttention, share: Share, precision: Precision, selective: bool) -> int:
+    """Low-rank vectors before and after their norms on the rank's chunk, and the heads' queries, keys and values.
+
+    # a (2 c l + T n (2 d + r + 2 v)) + 4 T n;  selective: a (2 c l + T n (2 d + r + v))
+    #   l latent width, n heads, d, r, v widths of a head's part without positions, with them, and of its value; joined
+    #   keys add a T n r.  A formula: no executor that was measured runs this module.
+    """
+    heads = share.units.size
+    width = module.key_dim + module.head_dim + module.value_dim
+    if not selective:
+        width += module.rope_dim + module.value_dim
+    kept = 2 * share.chunk_tokens * module.latent_width + share.block_tokens * heads * width
+    log_sum_exp = 0 if selective else LOG_SUM_EXP_BYTES * share.block_tokens * heads
+    return ACTIVATION_BYTES[precision] * kept + log_sum_exp
+
+
+def _whole_kv_groups(module: Attention, heads: Interval) -> bool:
+    """Whether torch can repeat the KV heads itself; else each query head gets a copy of its group."""
+    per_group = module.num_heads // module.num_kv_heads
+    groups = kv_groups_of(heads, module.num_heads, module.num_kv_heads)
+    return groups.size == 1 or (heads.start % per_group == 0 and heads.size == groups.size * per_group)
+
+
+@lru_cache(maxsize=65536)
+def deferred_bytes(module: Module, share: Share, precision: Precision) -> int:
+    """Bytes that wait from the gradient of the input (I) to the gradients of the weights (W), where those are split.
+
+    # attention  a (c h + T (2 q + 2 k) d + T h)        mlp  a (c h + T (3 | 2) f + T h)        others 0
+    #   input chunk, gradients of the first projections' outputs, input of the last one and its gathered output gradient
+    """
+    if not isinstance(module, (Attention, Mlp)):
+        return 0
+    if isinstance(module, Attention):
+        width = (2 * share.units.size + 2 * local_kv_heads(module, share.units)) * module.head_dim
+    else:
+        width = share.units.size * (2 + module.gated)
+    kept = share.chunk_tokens * module.hidden + share.block_tokens * (width + module.hidden)
+    return ACTIVATION_BYTES[precision] * kept

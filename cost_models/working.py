@@ -1,0 +1,160 @@
+"""Bytes beyond what is kept at the peak of one module's own computing, as this project's executor computes it.
+
+Backward works in phases; each frees what it was the last to need and leaves gradients for the next.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes
+
+from cost_models.flops import gathered_width, local_kv_heads, routed_tokens
+from cost_models.share import Share
+from specs.cluster import Precision
+from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
+from specs.plan import Recompute
+from specs.tensors import local_num_elements
+
+MAX_LOGIT_ELEMENTS = 2**26  # the head computes its logits in pieces of this size
+
+
+@lru_cache(maxsize=65536)
+def working_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
+    """Extra bytes at the peak of a module's own computing, beyond what `activation_bytes` counts with that recompute.
+
+    # full: what it brings back, its output again (a c h), and the working memory of keeping all
+    #   c tokens of the rank's chunk, h hidden, a bytes of an activation
+    """
+    chunk = ACTIVATION_BYTES[precision] * share.chunk_tokens * module.hidden
+    match module:
+        case Embedding():
+            return _embedding(module, share, precision)
+        case Head():
+            working = _head(module, share, precision)
+        case Attention():
+            working = _attention(module, share, precision, selective=recompute == "selective")
+        case Mlp():
+            working = _mlp(module, share, precision, selective=recompute == "selective")
+        case Moe():
+            working = _moe(module, share, precision)
+        case LatentAttention():
+            working = _latent_attention(module, share, precision)
+    if recompute == "full" or (recompute == "selective" and isinstance(module, Moe | LatentAttention)):
+        whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", recompute))
+        working += whole - kept + (chunk if recompute == "full" else 0)
+    return working
+
+
+def _embedding(module: Embedding, share: Share, precision: Precision) -> int:
+    """# gradients of the output and of the rows; in a block of several the gathered gradient, then it masked"""
+    size = ACTIVATION_BYTES[precision]
+    weight, chunk = local_num_elements(module, share.units), share.chunk_tokens * module.hidden
+    gathered = share.block_tokens * module.hidden
+    return size * (chunk + (gathered + max(gathered, weight) if share.degree > 1 else weight))
+
+
+def _head(module: Head, share: Share, precision: Precision) -> int:
+    """In forward, which forms gradients at once.
+
+    # normalised input c h, gathered input and its gradient 2 T h in a block of several, a piece of P tokens of logits
+    #   in fp32 (in place where activations are that too), with a cap two more for its slope, a piece's gradient of the
+    #   weight v h where there are several
+    """
+    size, units = ACTIVATION_BYTES[precision], share.units.size
+    piece = min(share.block_tokens, max(1, MAX_LOGIT_ELEMENTS // units))
+    gathered = 2 * share.block_tokens * module.hidden if share.degree > 1 else 0
+    logits = piece * units * (4 if size == 4 else size + 4)
+    if module.logit_cap is not None:
+        logits = max(logits, 12 * piece * units - size * units * module.hidden)
+    again = units * module.hidden if piece < share.block_tokens else 0
+    return size * (share.chunk_tokens * module.hidden + gathered + again) + logits
+
+
+def _mlp(module: Mlp, share: Share, precision: Precision, *, selective: bool) -> int:
+    """The largest of its phases, each beside the gradient of the output, a c h:
+
+    # second product   its gathered gradient T h, gradients of the columns and of the weight  T f + h f
+    # activation       gradients of gate and up and two products of them  3 T f  (no gate: T f)
+    # first product    gathered input, gradient of the input  T h (+ c h), gradients of the weights, less T f
+    # norm of the output, where there is one: 4 c h more
+    # selective: activation and second product at once, with the columns again: T h + 5 T f (no gate: 3 T f)
+    """
+    size, gated = ACTIVATION_BYTES[precision], module.gated
+    chunk, gathered, own = _tokens(module.hidden, share)
+    columns = share.block_tokens * share.units.size
+    matrix = module.hidden * share.units.size
+    second = gathered + columns + matrix
+    activation = (3 if gated else 1) * columns
+    if selective:
+        second, activation = 0, gathered + (5 if gated else 3) * columns
+    first = own + (1 + gated) * matrix - columns
+    after = 4 * chunk if module.post_norm else 0
+    return size * (chunk + max(second, activation, first, after))
+
+
+def _attention(module: Attention, share: Share, precision: Precision, *, selective: bool) -> int:
+    """As `_mlp`, with q heads of queries and k of keys and values in place of columns:
+
+    # output product   T h + (T + h) q d
+    # scores           gradients of the output, the queries, the keys and values  T (2 q + 2 k) d; with a cap two of the
+    #                  scores' in fp32 less output and values: 8 T q s
+    # projections      T h (+ c h) + h (q + 2 k) d, less T q d
+    # norm of the output, where there is one: 4 c h more
+    # selective: T h and the output, normalised (twice) and rotated queries, keys and values again beside the scores'
+    #   gradients; with a cap all that is not kept, and the scores once more
+    """
+    size, tokens = ACTIVATION_BYTES[precision], share.block_tokens
+    chunk, gathered, own = _tokens(module.hidden, share)
+    queries = share.units.size * module.head_dim
+    keys = local_kv_heads(module, share.units) * module.head_dim
+    scores = size * tokens * (2 * queries + 2 * keys)
+    if module.score_cap is not None:
+        scores = 8 * tokens * share.units.size * share.seq_len - 2 * size * tokens * queries
+    if selective and module.score_cap is not None:
+        whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", "selective"))
+        scores += size * gathered + whole - kept + size * tokens * share.units.size * share.seq_len
+    elif selective:
+        rotated = queries + 2 * keys if module.rope_theta is not None else 0
+        normed = queries + keys if module.qk_norm else 0
+        scores += size * (gathered + tokens * (queries + rotated + 2 * normed))
+    output = 0 if selective else gathered + (tokens + module.hidden) * queries
+    projections = own + module.hidden * (queries + 2 * keys) - tokens * queries
+    after = 4 * chunk if module.post_norm else 0
+    return max(size * output, scores, size * projections, size * after) + size * chunk
+
+
+def _moe(module: Moe, share: Share, precision: Precision) -> int:
+    """Its phases, backward: the shared experts, then the routed ones one by one.
+
+    # shared   as an MLP's activation: T h + 3 T f', and c h
+    # routed   gradients of all outputs R h, of the three stacked weights W and one expert's once more as wide  4 / 3 W,
+    #          and c h; less the shared ones' columns, 3 T f'
+    """
+    size, tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
+    chunk, gathered, _ = _tokens(module.hidden, share)
+    rows = module.shared_ffn
+    columns = tokens * (units.stop * rows // module.num_experts - units.start * rows // module.num_experts)
+    weights = 3 * units.size * module.expert_ffn * module.hidden
+    routed = round(routed_tokens(module, tokens, units)) * module.hidden + 4 * weights // 3 - 3 * columns
+    shared = gathered + 3 * columns
+    return size * (chunk + max(shared, gathered + routed, 0))
+
+
+def _latent_attention(module: LatentAttention, share: Share, precision: Precision) -> int:
+    """A formula: no executor that was measured runs this module.  Gathered vectors and gradient, inner gradients,
+    gradients of the weights.
+    """
+    size, tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
+    both = tokens * (gathered_width(module) + module.hidden)
+    gathered = both if share.degree > 1 else share.chunk_tokens * module.hidden
+    inner = tokens * 2 * units.size * (module.key_dim + module.value_dim)
+    return size * (gathered + inner + local_num_elements(module, units))
+
+
+def _tokens(hidden: int, share: Share) -> tuple[int, int, int]:
+    """Elements of the rank's chunk, of a gathered gradient (0 in a block of one), and of a first product's input and
+    its gradient: the chunk alone, or the gathered one and the chunk again.
+    """
+    chunk, block = share.chunk_tokens * hidden, share.block_tokens * hidden
+    return (chunk, block, block + chunk) if share.degree > 1 else (chunk, 0, chunk)
