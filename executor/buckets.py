@@ -103,10 +103,10 @@ def bucket_layouts(
 class Bucket:
     """One bucket on one of its owners.
 
-    `weights` is flat and whole; at level 3 it has memory only until the first `close` and between `open` and `close`.  `master` is the fp32 (or
-    wider) segment that the optimizer updates; where the weights have that type already, it is a view of them (at
-    level 3, of the shard that is kept).  `gradients` are sums of the step so far: of everything, from level 2 on of
-    the own segment; what a micro-batch adds then collects in a buffer that `take` gives away.
+    `weights` is flat and whole; at level 3 it has memory only until the first `close` and between `open` and `close`.
+    `master` is the fp32 (or wider) segment that the optimizer updates; where the weights have that type already, it is
+    a view of them (at level 3, of the shard that is kept).  `gradients` are sums of the step so far: of everything,
+    from level 2 on of the own segment; what a micro-batch adds then collects in a buffer that `take` gives away.
     """
 
     def __init__(self, layout: BucketLayout, process: int, dtype: torch.dtype, device: torch.device) -> None:

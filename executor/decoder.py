@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from executor.buckets import Read
 from executor.clock import Clock
 from executor.collectives import Block
 from executor.groups import Groups
 from executor.layout import Channel, Layout, ModuleLayout
 from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule
-from executor.saved import Read
 from executor.stage import build_module
 from specs.layout import Interval
 from specs.plan import Plan

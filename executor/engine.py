@@ -189,11 +189,12 @@ def _local_tensors(stages: Sequence[StageModule]) -> dict[str, list[LocalTensor]
     return dict(local)
 
 
-def mean_terms(seconds: dict[str, float]) -> StepTerms:
-    """Means over all ranks of each term; a collective."""
+def mean_terms(seconds: dict[str, float], flag: float = 0.0) -> tuple[StepTerms, float]:
+    """Means over all ranks of each term, and the sum of their flags; a collective."""
     names = list(StepTerms.model_fields)
-    values = torch.tensor([seconds.get(name, 0.0) for name in names], dtype=torch.float64)
+    values = torch.tensor([*(seconds.get(name, 0.0) for name in names), flag], dtype=torch.float64)
     if dist.get_backend() == "nccl":
         values = values.cuda()
     dist.all_reduce(values)
-    return StepTerms(**dict(zip(names, (values / dist.get_world_size()).tolist(), strict=True)))
+    *sums, flags = values.tolist()
+    return StepTerms(**{name: total / dist.get_world_size() for name, total in zip(names, sums, strict=True)}), flags

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from safetensors import SafetensorError, safe_open
-
-from executor.checkpoint import Manifest, PieceEntry, find_checkpoint
+from executor.buckets import Read
+from executor.checkpoint import CheckpointReader, find_checkpoint
 from executor.huggingface import HuggingFaceWeights
 from specs.base import load_document
 from specs.errors import BadInputError
-from specs.layout import Interval
 from specs.options import TrainOptions
 from specs.plan import Plan
-
-Read = Callable[[str, Interval], torch.Tensor]
 
 
 class SavedRun(NamedTuple):
@@ -43,7 +36,7 @@ def open_run(run: Path) -> SavedRun:
         place, manifest, refused = found
         for message in refused if os.environ.get("RANK", "0") == "0" else ():
             print(f"plait: {message} The one before it is used.", file=sys.stderr)
-        return SavedRun(plan, options, CheckpointWeights(place, manifest).read, f"step {manifest.step}")
+        return SavedRun(plan, options, CheckpointReader(place, manifest).read, f"step {manifest.step}")
     if options.initial_weights is None:
         raise BadInputError(f"{run} has no checkpoint yet. Let it train to its first one.")
     return imported(plan, options.initial_weights, options)
@@ -54,39 +47,3 @@ def imported(plan: Plan, folder: Path, options: TrainOptions | None = None) -> S
     weights = HuggingFaceWeights(folder)
     weights.check_model(plan.model, "the plan")
     return SavedRun(plan, options, weights.read_elements, f"imported from {folder}")
-
-
-class CheckpointWeights:
-    """The weights of a verified checkpoint, by global tensor."""
-
-    def __init__(self, place: Path, manifest: Manifest) -> None:
-        self._place = place
-        self._pieces: defaultdict[str, list[PieceEntry]] = defaultdict(list)
-        for entry in manifest.pieces:
-            if entry.kind == "weight":
-                self._pieces[entry.tensor].append(entry)
-        self._files: dict[str, safe_open] = {}
-
-    def read(self, tensor: str, elements: Interval) -> torch.Tensor:
-        """Row-major elements, flat, in the checkpoint's type.  Raises `BadInputError` when some are missing."""
-        parts: list[tuple[int, torch.Tensor]] = []
-        for entry in self._pieces[tensor]:
-            common = elements.overlap(Interval(entry.start, entry.stop))
-            if common.size <= 0:
-                continue
-            if entry.file not in self._files:
-                self._files[entry.file] = safe_open(str(self._place / entry.file), framework="pt")
-            source = common.shifted(-entry.start)
-            try:
-                values = self._files[entry.file].get_slice(entry.key)[source.start : source.stop]
-            except SafetensorError as error:
-                raise BadInputError(f"checkpoint {self._place.name} cannot be read: {error}.") from None
-            parts.append((common.start, values))
-        parts.sort(key=lambda part: part[0])
-        missing = elements.size - sum(values.numel() for _, values in parts)
-        if missing:
-            raise BadInputError(
-                f"checkpoint {self._place.name} lacks {missing:,} of {elements.size:,} elements of {tensor}. "
-                "Is it of another model?"
-            )
-        return torch.cat([values for _, values in parts]) if parts else torch.empty(0)

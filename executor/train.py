@@ -16,7 +16,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from executor.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from executor.checkpoint import agree_on_checkpoint, load_checkpoint
 from executor.data import Samples, prepare
 from executor.device import choose_backend, device_name, process_group, versions
 from executor.engine import Batch, Engine, StepResult, mean_terms
@@ -26,6 +26,7 @@ from executor.ledger import Ledger, RunLog
 from executor.memory import MemoryReading, measure_step
 from executor.optimizer import learning_rate
 from executor.progress import TrainingProgress
+from executor.saving import Saver
 from specs.errors import BadInputError, PlaitError
 from specs.options import TrainOptions
 from specs.plan import Plan
@@ -111,7 +112,7 @@ def prepare_data(plan: Plan, options: TrainOptions) -> None:
 
 def restore(engine: Engine, options: TrainOptions, ledger: Ledger) -> int:
     """Load the newest sound checkpoint, else the imported weights, else keep the drawn ones; gives the steps done."""
-    found = find_checkpoint(options.out / "checkpoints")
+    found = agree_on_checkpoint(options.out / "checkpoints")
     if found is None:
         if options.initial_weights is not None:
             with ledger.bucket("checkpoint_restore"):
@@ -232,7 +233,8 @@ class Run:
         shape = {"seq_len": plan.training.seq_len, "global_batch": stride}
         self._train_data = Samples(options.out / "data" / "train.npy", seed=options.seed, **shape)
         self._held_out = Samples(options.out / "data" / "held_out.npy", seed=options.seed, **shape)
-        self._checkpoints = options.out / "checkpoints"
+        folder = options.out / "checkpoints"
+        self._saver = Saver(engine, folder, seed=options.seed, keep=options.keep_checkpoints)
 
     def train(self, done: int, *, evaluated: int, saved: int, measure_memory: bool) -> tuple[int, str]:
         """Steps after `done` to the last one, or until all are told to stop; gives the last step and the reason.
@@ -249,6 +251,7 @@ class Run:
             if step > saved and ((every and step % every == 0) or step == last or stopping):
                 self._save(step)
             if step >= last or stopping:
+                self._finish_save()
                 return step, "interrupted" if stopping else "finished"
             step += 1
             result = self._step(
@@ -274,7 +277,7 @@ class Run:
             else:
                 result = self._engine.step(step, batch, flag=flag, record=record)
         self._outlet.step_done(step, result)
-        terms = mean_terms(result.seconds)
+        terms, still_writing = mean_terms(result.seconds, float(self._saver.is_writing))
         self._outlet.record(
             StepRecord(
                 time=time.time(),
@@ -293,6 +296,8 @@ class Run:
         if record and not measure:
             actions = self._by_rank(self._engine.clock.recorded())
             self._outlet.record(ActionsRecord(step=step, actions={r: tuple(own) for r, own in actions.items()}))
+        if not still_writing:
+            self._finish_save()
         return result
 
     def _by_rank(self, own: T) -> dict[int, T]:
@@ -325,16 +330,25 @@ class Run:
         )
 
     def _save(self, step: int) -> None:
+        """Begin to save; the save before is waited for, so that no more than one is on its way."""
+        self._finish_save()
         self._outlet.phase("saving")
-        begin = time.time()
         with self._ledger.bucket("checkpoint_save"):
-            place, size = save_checkpoint(
-                self._engine,
-                self._checkpoints,
-                step=step,
-                seed=self._options.seed,
-                keep=self._options.keep_checkpoints,
-            )
+            self._saver.start(step)
+
+    def _finish_save(self) -> None:
+        if not self._saver.is_under_way:
+            return
+        self._outlet.phase("saving")
+        with self._ledger.bucket("checkpoint_save"):
+            saved = self._saver.finish()
         self._outlet.record(
-            CheckpointRecord(time=time.time(), step=step, path=str(place), size_bytes=size, seconds=time.time() - begin)
+            CheckpointRecord(
+                time=time.time(),
+                step=saved.step,
+                path=str(saved.path),
+                size_bytes=saved.size_bytes,
+                seconds=saved.stall_seconds,
+                lag_seconds=saved.lag_seconds,
+            )
         )

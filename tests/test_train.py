@@ -202,7 +202,7 @@ def test_a_full_disk_under_a_checkpoint_keeps_the_one_before(tmp_path: Path, pla
     done = _train(*arguments, "--steps", 4, "--resume", preexec_fn=limit)
     assert done.returncode == 2, done.stderr
     assert "checkpoint of step 4 was not saved" in _one_sentence(done)
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000002"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["LATEST", "step-00000002"]
 
 
 def test_a_run_folder_is_not_overwritten(tmp_path: Path, plan_path: Path) -> None:
