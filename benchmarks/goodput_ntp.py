@@ -58,7 +58,7 @@ def stage(degree: int, *, micro_batch: int = 1, free_bytes: float = 24e9, hidden
         seq_len=8192,
         communication_share=0.1,
         free_bytes=free_bytes,
-        optimizer_shards=128,
+        shards=128,
     )
 
 

@@ -15,6 +15,8 @@ from functools import lru_cache
 from typing import Literal
 
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, largest_units, matrix_flop, score_flop
+from cost_models.memory import activation_bytes
+from cost_models.share import Share
 from specs.layout import balanced_cuts, block_starts, sequence_token_cuts
 from specs.model import SEQUENCE_KINDS, Module
 from specs.plan import Plan, Stage
@@ -23,9 +25,10 @@ from specs.tensors import local_num_elements
 Reduction = Literal["ntp", "composed"]
 Blocks = tuple[int, ...]
 
-# bf16 weights, fp32 gradients; fp32 master weights and two moments, which ZeRO-1 shards over the replicas.
-REPLICATED_BYTES = 6
-SHARDED_BYTES = 12
+# Per element: bf16 weights 2, fp32 gradients 4, fp32 master weights and two moments 12.  What the replicas do not
+# shard between them: ZeRO-1 shards the last, ZeRO-2 the gradients too, ZeRO-3 everything.
+STATE_BYTES = 18
+REPLICATED_BYTES = {0: 18, 1: 6, 2: 2, 3: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,9 @@ class StageWork:
     """One stage: distinct (module, healthy blocks) with their number, and what limits its rearrangement.
 
     `communication_share` is the part of a healthy stage's time that gathers and scatters take.  `free_bytes` is what
-    a rank has beyond the healthy static state, None when unknown (then memory does not limit).
+    a rank has beyond the healthy static state, None when unknown (then memory does not limit).  `droppable` are the
+    bytes that one module of each entry would not keep if it were recomputed in full (empty: not known, not tried).
+    State that is not `replicated_bytes` per element is divided among `shards` replicas.
     """
 
     modules: tuple[tuple[Module, Blocks, int], ...]
@@ -43,14 +48,16 @@ class StageWork:
     communication_share: float
     free_bytes: float | None = None
     activation_bytes: float = 0.0
-    optimizer_shards: int = 1
+    shards: int = 1
+    replicated_bytes: int = 6
+    droppable: tuple[float, ...] = ()
 
 
 def stage_work(plan: Plan, stage: Stage, *, communication_share: float, micro_batch: int) -> StageWork:
     """The work of one stage of a plan; the memory limit follows from its prediction."""
     by_name = dict(plan.model.modules())
     counts = Counter((by_name[item.module], item.blocks) for item in stage.modules)
-    shards = len(plan.replicas) if all(item.zero == 1 for item in stage.modules) else 1
+    zero = min(item.zero for item in stage.modules)
     modules = tuple((module, blocks, count) for (module, blocks), count in counts.items())
     free: float | None = None
     activations = 0.0
@@ -68,8 +75,32 @@ def stage_work(plan: Plan, stage: Stage, *, communication_share: float, micro_ba
         communication_share=communication_share,
         free_bytes=free,
         activation_bytes=activations,
-        optimizer_shards=shards,
+        shards=len(plan.replicas),
+        replicated_bytes=REPLICATED_BYTES[zero],
+        droppable=_droppable(plan, stage, micro_batch, tuple(counts)),
     )
+
+
+def _droppable(
+    plan: Plan, stage: Stage, micro_batch: int, entries: tuple[tuple[Module, Blocks], ...]
+) -> tuple[float, ...]:
+    """Bytes kept by one module of every entry, on average over its recompute modes, less those if recomputed in full;
+    of all micro-batches in flight.
+    """
+    pipeline = next(p for p in plan.pipelines if stage in p.stages)
+    number = plan.replicas[0].sequences // micro_batch
+    flight = (
+        number if pipeline.schedule == "gpipe" else min(number, len(pipeline.stages) - pipeline.stages.index(stage))
+    )
+    by_name = dict(plan.model.modules())
+    precision, seq_len = plan.training.precision, plan.training.seq_len
+    found = []
+    for module, blocks in entries:
+        share = Share.of(module, max(blocks), micro_batch * seq_len * max(blocks) // stage.num_ranks, seq_len)
+        modes = [p.recompute for p in stage.modules if (by_name[p.module], p.blocks) == (module, blocks)]
+        kept = sum(activation_bytes(module, share, precision, mode) for mode in modes) / len(modes)
+        found.append(max(0.0, flight * (kept - activation_bytes(module, share, precision, "full"))))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -136,20 +167,27 @@ def _cuts(attention: Blocks | None, survivors: int, work: StageWork) -> tuple[in
 
 
 def _layout_cost(work: StageWork, layout: Layout, per_token: float, boost: float) -> float:
-    """Least cost under given token cuts: each module takes its cheapest blocks; if that does not fit, larger ones."""
+    """Least cost under given token cuts: each module takes its cheapest blocks; if that does not fit, larger ones, or
+    it is recomputed: its forward pass, a third of its operations and half of its communication, once more.
+    """
     cuts, allowed = layout
     total, extra = 0.0, 0.0
     survivors = len(cuts) - 1
+    more_tokens = work.num_ranks / survivors
     chosen: list[tuple[Module, int, list[tuple[float, float]]]] = []
-    for (module, blocks, count), options in zip(work.modules, allowed, strict=True):
+    droppable = work.droppable or (0.0,) * len(work.modules)
+    for (module, blocks, count), options, drop in zip(work.modules, allowed, droppable, strict=True):
         priced = []
-        before = _static_bytes(module, blocks, work.optimizer_shards)
+        before = _static_bytes(work, module, blocks)
         for option in options:
             if max(option) > _units(module):
                 continue
             flop, moved = _cost(module, option, cuts, work.seq_len)
-            bytes_more = _static_bytes(module, option, work.optimizer_shards) - before
+            bytes_more = _static_bytes(work, module, option) - before
             priced.append((flop / boost + per_token * moved, bytes_more))
+            if drop:
+                again = flop / boost * 4.0 / 3.0 + per_token * moved * 1.5
+                priced.append((again, bytes_more - drop * more_tokens))
         if not priced:
             return math.inf
         priced.sort()
@@ -158,8 +196,8 @@ def _layout_cost(work: StageWork, layout: Layout, per_token: float, boost: float
         extra += count * priced[0][1]
     if work.free_bytes is None:
         return total
-    room = work.free_bytes - work.activation_bytes * (work.num_ranks / survivors - 1.0)
-    # Too much: give the module with the cheapest saving per byte its next smaller option, until it fits.
+    room = work.free_bytes - work.activation_bytes * (more_tokens - 1.0)
+    # Too much: give modules of the kind with the cheapest saving per byte a smaller option, as many as are needed.
     position = [0] * len(chosen)
     while extra > room:
         best: tuple[float, int, int] | None = None
@@ -175,9 +213,13 @@ def _layout_cost(work: StageWork, layout: Layout, per_token: float, boost: float
             return math.inf
         _, index, step = best
         _, count, priced = chosen[index]
-        total += count * (priced[step][0] - priced[position[index]][0])
-        extra += count * (priced[step][1] - priced[position[index]][1])
+        here, there = priced[position[index]], priced[step]
+        number = min(count, math.ceil((extra - room) / (here[1] - there[1])))
+        total += number * (there[0] - here[0])
+        extra += number * (there[1] - here[1])
         position[index] = step
+        if number < count:
+            break
     return total
 
 
@@ -201,10 +243,15 @@ def _units(module: Module) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _static_bytes(module: Module, blocks: Blocks, shards: int) -> float:
+def _elements(module: Module, blocks: Blocks) -> int:
+    """Of the fullest rank."""
+    return local_num_elements(module, largest_units(module, min(blocks)))
+
+
+def _static_bytes(work: StageWork, module: Module, blocks: Blocks) -> float:
     """Weights, gradients and optimizer of the fullest rank."""
-    elements = local_num_elements(module, largest_units(module, min(blocks)))
-    return elements * (REPLICATED_BYTES + SHARDED_BYTES / shards)
+    sharded = (STATE_BYTES - work.replicated_bytes) / work.shards
+    return _elements(module, blocks) * (work.replicated_bytes + sharded)
 
 
 def _shrunk(blocks: Blocks, lost: int) -> Blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from cost_models.policies import (
     slowdowns,
     standard_policies,
 )
-from cost_models.reduced import StageWork, candidates, slowdown
+from cost_models.reduced import StageWork, _cost, _elements, candidates, slowdown
 from specs.model import Attention, Mlp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -288,7 +289,7 @@ def test_ntp_papers_setting() -> None:
     assert 0.016 <= loss["ntp 30, 28"] <= 0.03
     assert loss["ntp 30, 28 boosted"] < 0.01
     assert loss["blocks per module"] < loss["ntp 30, 28"]
-    assert loss["blocks, 4 GB free"] == pytest.approx(loss["ntp, any size"], abs=1e-6)
+    assert loss["blocks per module"] <= loss["blocks, 4 GB free"] <= loss["ntp, any size"]
     assert NTP["availability"](64, 0.001) == pytest.approx(0.94, abs=0.005)
 
 
@@ -301,3 +302,42 @@ def test_published_effective_time() -> None:
     rows = PUBLISHED["rows"]()
     assert len(rows) >= 6
     assert all(row.holds for row in rows), [row.name for row in rows if not row.holds]
+
+
+def test_a_reduced_replica_recomputes_where_memory_binds() -> None:
+    """Too little memory for the survivors' larger shares: without recompute nothing runs, with it as little as fits."""
+    whole = stage(micro_batch=7)
+    growth = sum(18.0 * (_elements(m, (7,)) - _elements(m, (8,))) for m, _, _ in whole.modules)
+    kept = 7.0e6
+    tight = replace(whole, free_bytes=growth, activation_bytes=2.0 * kept, droppable=(kept / 2, kept / 2))
+    assert math.isinf(slowdown(replace(tight, droppable=()), 7, "composed"))
+    free = slowdown(replace(tight, free_bytes=1e12), 7, "composed")
+    assert free == slowdown(whole, 7, "composed")
+    redone = slowdown(tight, 7, "composed")
+    assert free < redone <= free * 4.0 / 3.0 + 1e-9
+    by_memory = [
+        slowdown(replace(tight, free_bytes=growth + share * kept), 7, "composed") for share in (0.0, 0.1, 0.2, 0.5, 4.0)
+    ]
+    assert by_memory == sorted(by_memory, reverse=True), "more memory is never slower"
+
+
+def test_only_as_many_layers_as_needed_recompute() -> None:
+    """Modules of one unit can only lie in blocks of one, so that recompute is all there is."""
+    attention = Attention(hidden=512, num_heads=1, num_kv_heads=1, head_dim=64)
+    mlp = Mlp(hidden=512, ffn=1)
+    layers = StageWork(
+        modules=((attention, (1,) * 8, 10), (mlp, (1,) * 8, 10)),
+        num_ranks=8,
+        micro_batch=7,
+        seq_len=64,
+        communication_share=0.0,
+        free_bytes=0.0,
+        activation_bytes=1000.0 * 20,
+        droppable=(1000.0 * 7 / 8, 0.0),
+    )
+    # 20,000 x (8 / 7 - 1) bytes too much; one attention recomputed drops 1,000: three of ten are enough
+    base = slowdown(replace(layers, free_bytes=None), 7, "composed")
+    redone = slowdown(layers, 7, "composed")
+    whole_sequences = tuple(range(0, 449, 64))
+    costs = [_cost(module, (1,) * 7, whole_sequences, 64)[0] for module in (attention, mlp)]
+    assert redone / base == pytest.approx(1.0 + 3 * costs[0] / 3.0 / (10 * sum(costs)))
