@@ -1,35 +1,48 @@
-"""Predicted against measured on this machine: profile it, price a dozen unlike plans, train each, print the errors.
+"""Predicted against measured on this machine: profile it, price a dozen unlike plans, run them in turns, tell errors.
 
-    python benchmarks/own_machine.py --nproc 2 --out build/own-2 [--rounds 2] [--steps 12]
+    python -m benchmarks.own_machine --nproc 2        minutes; what build/own-2 (--out) holds already is not done again
 
-Plans are trained in rounds, so that a disturbance of the machine does not fall on one plan alone.  Measured step time
-is the median over the steps that are not warm-up; the spread is from the 10th to the 90th percentile.
+All plans run in one set of processes, turn by turn in changing order (benchmarks/testbed/turns.py), so that a
+disturbance of the machine falls on no plan alone; a step counts with the time of its slowest rank.  Measured is the
+median over all timed steps; the spread runs from the 10th to the 90th percentile, and `turns` is how far the medians
+of the turns lie apart, largest over smallest.  Activations are those that autograd keeps on the fullest rank.
+The result is also written to benchmarks/results/own_machine_N.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from scipy.stats import spearmanr
 
+from benchmarks.testbed.turns import Job
+from cost_models.activations import activation_bytes
+from cost_models.buckets import holdings
+from cost_models.memory import PlanMemory, share_of
 from cost_models.sources import measured_costs
 from cost_models.step import price
-from specs.base import load_document
+from executor.launch import run_workers
+from specs.base import load_document, write_whole
 from specs.cluster import ClusterSpec
 from specs.layout import balanced_cuts
 from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Recompute, Replica, Stage, TrainingSpec
 from specs.presets import model_preset
 from specs.profile import Profile
-from specs.runlog import MemoryRecord, StepRecord, read_log
 
 MODEL = "demo"
 SEQ_LEN = 256
+RESULTS = Path(__file__).parent / "results"
 
 
 def layouts(nproc: int) -> Iterator[tuple[str, dict[str, object]]]:
@@ -101,78 +114,127 @@ def plan_of(
     )
 
 
-def plait(*arguments: str) -> None:
-    """One command of plait, quiet unless it fails."""
-    done = subprocess.run([sys.executable, "-m", "cli", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"plait {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+def profile_of(nproc: int, path: Path) -> Profile:
+    """The machine's profile with that many ranks; measured once."""
+    if not path.exists():
+        sizes = "1,2,4" if nproc == 2 else "1,2,4,8"
+        command = (
+            *(sys.executable, "-m", "cli", "profile", "--model", MODEL, "--seq-len", str(SEQ_LEN)),
+            *("--nproc", str(nproc), "--block-sequences", sizes, "--rounds", "3", "--out", str(path)),
+        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return load_document(Profile, path, "profile")
+
+
+def fullest_activations(plan: Plan) -> int:
+    """Predicted bytes kept for backward on the rank that keeps most, with what the largest module brings back there."""
+    replicas = Counter(replica.pipeline for replica in plan.replicas)
+    memory = PlanMemory(plan, holdings(plan), replicas, reserved_bytes=0)
+    chain, pipeline, precision = dict(plan.model.modules()), plan.pipelines[0], plan.training.precision
+    most = 0
+    for index, stage in enumerate(pipeline.stages):
+        cuts = stage.chunk_cuts(pipeline.micro_batch * SEQ_LEN)
+        for rank, terms in enumerate(memory.stage(0, index)):
+            again = 0
+            for placement in stage.modules:
+                module = chain[placement.module]
+                share = share_of(placement, module, rank, cuts, SEQ_LEN)
+                kept = activation_bytes(module, share, precision, placement.recompute)
+                again = max(again, activation_bytes(module, share, precision) - kept)
+            most = max(most, terms.activations + again)
+    return most
+
+
+def measure(plans: dict[str, Plan], folder: Path, *, turns: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """The lines of every plan, one a turn; turns that are done already are not done again."""
+    files = {}
+    for number, (name, plan) in enumerate(plans.items()):
+        files[name] = folder / f"plan-{number}.json"
+        plan.save(files[name])
+    job = Job(plans=files, out=folder / "turns.jsonl", num_turns=turns, num_warm_up_steps=2, num_steps=steps)
+    job.save(folder / "job.json")
+    nproc = next(iter(plans.values())).world_size
+    run_workers(["benchmarks.testbed.turns", str(folder / "job.json")], nproc, after_crash="Start it again to go on.")
+    lines: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
+    for text in job.out.read_text().splitlines():
+        line = json.loads(text)
+        lines[line["plan"]].append(line)
+    return lines
+
+
+def row_of(name: str, plan: Plan, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """One plan's prediction, measurement and errors."""
+    assert plan.predicted is not None
+    seconds = [second for line in lines for second in line["seconds"]]
+    by_turn = [statistics.median(line["seconds"]) for line in lines]
+    measured, deciles = statistics.median(seconds), statistics.quantiles(seconds, n=10)
+    kept = max(next(line["activation_bytes"] for line in lines if "activation_bytes" in line))
+    return {
+        "plan": name,
+        "predicted_seconds": plan.predicted.step_time_seconds,
+        "measured_seconds": measured,
+        "p10": deciles[0],
+        "p90": deciles[-1],
+        "turns": max(by_turn) / min(by_turn),
+        "error": plan.predicted.step_time_seconds / measured - 1,
+        "activation_error": fullest_activations(plan) / kept - 1,
+        "terms": plan.predicted.step_terms.model_dump(),
+    }
+
+
+def summary_of(rows: list[dict[str, Any]], nproc: int) -> dict[str, Any]:
+    errors = sorted(abs(row["error"]) for row in rows)
+    rank = spearmanr([r["predicted_seconds"] for r in rows], [r["measured_seconds"] for r in rows]).statistic
+    return {
+        "ranks": nproc,
+        "plans": len(rows),
+        "median_error": statistics.median(errors),
+        "worst_error": errors[-1],
+        "rank_correlation": float(rank),
+        "worst_activation_error": max(abs(row["activation_error"]) for row in rows),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "load_at_end": os.getloadavg()[0],
+        "made": time.strftime("%Y-%m-%d"),
+    }
+
+
+def show(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    print(f"{'plan':32} {'predicted':>10} {'measured':>10} {'10 .. 90 %':>17} {'turns':>6} {'error':>8} {'activ.':>8}")
+    for row in rows:
+        print(
+            f"{row['plan']:32} {row['predicted_seconds']:9.3f}s {row['measured_seconds']:9.3f}s "
+            f"{row['p10']:7.3f} .. {row['p90']:6.3f} {row['turns']:6.2f} {row['error']:+8.1%} "
+            f"{row['activation_error']:+8.1%}"
+        )
+    print(
+        f"{summary['plans']} plans on {summary['ranks']} ranks: median error {summary['median_error']:.1%}, worst "
+        f"{summary['worst_error']:.1%}, rank correlation {summary['rank_correlation']:.3f}, activations within "
+        f"{summary['worst_activation_error']:.1%}; load {summary['load_at_end']:.1f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "profile.json"
-    if not path.exists():
-        sizes = "1,2,4" if options.nproc == 2 else "1,2,4,8"
-        plait(
-            *("profile", "--model", MODEL, "--seq-len", str(SEQ_LEN), "--nproc", str(options.nproc)),
-            *("--block-sequences", sizes, "--rounds", "3", "--out", str(path)),
-        )
-    profile = load_document(Profile, path, "profile")
-    rows = []
+    folder = options.out or Path("build") / f"own-{options.nproc}"
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = profile_of(options.nproc, folder / "profile.json")
     plans = {}
     for name, shape in layouts(options.nproc):
         plan = plan_of(profile.cluster, **shape)  # type: ignore[arg-type]
-        predicted = price(plan, measured_costs(profile, plan.training, profile.cluster))
-        plans[name] = plan.with_results(predicted=predicted)
-    seconds: dict[str, list[float]] = {name: [] for name in plans}
-    memory: dict[str, MemoryRecord] = {}
-    for number in range(options.rounds):
-        for index, (name, plan) in enumerate(plans.items()):
-            file, run = options.out / f"plan-{index}.json", options.out / f"run-{index}-{number}"
-            plan.save(file)
-            if not (run / "log.jsonl").exists():
-                plait("train", str(file), "--steps", str(options.steps), "--out", str(run), "--checkpoint-every", "0")
-            for record in read_log(next(run.glob("*.jsonl"))):
-                if isinstance(record, StepRecord) and not record.warm_up:
-                    seconds[name].append(record.seconds)
-                if isinstance(record, MemoryRecord):
-                    memory[name] = record
-    for name, plan in plans.items():
-        assert plan.predicted is not None
-        measured = statistics.median(seconds[name])
-        deciles = statistics.quantiles(seconds[name], n=10)
-        terms, kept = plan.predicted.peak_memory_terms, memory[name]
-        fullest = max(kept.peak_bytes, key=lambda rank: kept.static_bytes[rank] + kept.activation_bytes[rank])
-        rows.append(
-            {
-                "plan": name,
-                "predicted_seconds": plan.predicted.step_time_seconds,
-                "measured_seconds": measured,
-                "p10": deciles[0],
-                "p90": deciles[-1],
-                "error": plan.predicted.step_time_seconds / measured - 1,
-                "activation_error": terms.activations / max(1, kept.activation_bytes[fullest]) - 1,
-                "static_error": (terms.weights + terms.gradients + terms.optimizer) / kept.static_bytes[fullest] - 1,
-            }
-        )
-    (options.out / "result.json").write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"{'plan':32} {'predicted':>10} {'measured':>10} {'10 .. 90 %':>19} {'error':>8} {'activ.':>8} {'static':>8}")
-    for row in rows:
-        print(
-            f"{row['plan']:32} {row['predicted_seconds']:9.3f}s {row['measured_seconds']:9.3f}s "
-            f"{row['p10']:8.3f} .. {row['p90']:6.3f} {row['error']:+8.1%} {row['activation_error']:+8.1%} "
-            f"{row['static_error']:+8.1%}"
-        )
-    errors = sorted(abs(row["error"]) for row in rows)
-    rank = spearmanr([r["predicted_seconds"] for r in rows], [r["measured_seconds"] for r in rows]).statistic
-    print(f"{len(rows)} plans on {options.nproc} ranks: median error {statistics.median(errors):.1%}, ", end="")
-    print(f"worst {errors[-1]:.1%}, rank correlation {rank:.3f}")
+        plans[name] = plan.with_results(predicted=price(plan, measured_costs(profile, plan.training, profile.cluster)))
+    lines = measure(plans, folder.resolve(), turns=options.turns, steps=options.steps)
+    rows = [row_of(name, plan, lines[name]) for name, plan in plans.items()]
+    summary = summary_of(rows, options.nproc)
+    result = json.dumps({"summary": summary, "rows": rows}, indent=1) + "\n"
+    write_whole(RESULTS / f"own_machine_{options.nproc}.json", result)
+    show(rows, summary)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@ The formulas describe this project's executor.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes, deferred_bytes
-from cost_models.working import working_bytes
-
-from cost_models.buckets import BUCKET_ELEMENTS, Holdings, Member, holdings
+from cost_models.buckets import BUCKET_ELEMENTS, Holdings, Member
 from cost_models.flops import largest_units
 from cost_models.share import Share
+from cost_models.working import working_bytes
 from specs.cluster import Precision
 from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
 from specs.model import Attention, Module
@@ -220,10 +219,3 @@ class PlanMemory:
             communication=sharding + 2 * edges * chunk,
             reserved=self._reserved_bytes,
         )
-
-
-def rank_memory(plan: Plan, pipeline: int, stage: int, rank: int, *, reserved_bytes: int = 0) -> MemoryTerms:
-    """Peak bytes of the `rank`-th rank of a stage of `plan.pipelines[pipeline]`."""
-    replicas_of = Counter(replica.pipeline for replica in plan.replicas)
-    memory = PlanMemory(plan, holdings(plan), replicas_of, reserved_bytes=reserved_bytes)
-    return memory.stage(pipeline, stage)[rank]

@@ -228,22 +228,3 @@ def _longest_path(
             before += forward[stage] + transfer[stage]
             after += inputs[stage] + transfer[stage]
     return longest
-
-
-def lower_bound(
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    transfer_seconds: Sequence[float],
-    num_micro_batches: int,
-) -> float:
-    """No schedule that keeps every stage on one action at a time is faster.
-
-    # T >= max_s ( sum over i < s of (f_i + b_i + 2 x_i) + m (f_s + b_s) ),  and T >= one micro-batch's round trip
-    """
-    before, best = 0.0, sum(forward_seconds) + sum(backward_seconds) + 2.0 * sum(transfer_seconds)
-    for stage, (forward, backward) in enumerate(zip(forward_seconds, backward_seconds, strict=True)):
-        best = max(best, before + num_micro_batches * (forward + backward))
-        before += forward + backward
-        if stage < len(transfer_seconds):
-            before += 2.0 * transfer_seconds[stage]
-    return best

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from cost_models.buckets import holdings
+from cost_models.memory import PlanMemory
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
 from specs.layout import balanced_cuts
 from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
-from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
+from specs.plan import MemoryTerms, ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
 
 
 def tiny_model(*, num_layers: int = 4, hidden: int = 64, num_heads: int = 8, num_kv_heads: int = 4) -> ModelSpec:
@@ -86,3 +90,9 @@ def plan(
             Replica(pipeline=0, ranks=tuple(range(i * size, (i + 1) * size)), sequences=share) for i in range(replicas)
         ),
     )
+
+
+def rank_memory(plan: Plan, pipeline: int, stage: int, rank: int) -> MemoryTerms:
+    """Predicted peak of the `rank`-th rank of a stage of `plan.pipelines[pipeline]`, nothing reserved."""
+    replicas_of = Counter(replica.pipeline for replica in plan.replicas)
+    return PlanMemory(plan, holdings(plan), replicas_of, reserved_bytes=0).stage(pipeline, stage)[rank]

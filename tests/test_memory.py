@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from cost_models.activations import activation_bytes
-from cost_models.working import MAX_LOGIT_ELEMENTS, working_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_models.activations import activation_bytes
 from cost_models.buckets import BUCKET_ELEMENTS, holdings
-from cost_models.memory import MASTER_BYTES, MOMENT_BYTES, rank_memory, static_bytes
+from cost_models.memory import MASTER_BYTES, MOMENT_BYTES, static_bytes
 from cost_models.share import Share
+from cost_models.working import MAX_LOGIT_ELEMENTS, working_bytes
 from executor import buckets, functions
 from executor.clock import Clock
 from executor.collectives import Block
@@ -25,7 +25,7 @@ from specs.layout import Interval, balanced_cuts
 from specs.model import Attention, Embedding, Head, Mlp, Module, Moe, Norm, num_units
 from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Stage
 from tests.layouts import ReplicaShape, StageShape, build, small_model
-from tests.plans import plan, tiny_model
+from tests.plans import plan, rank_memory, tiny_model
 
 LAYERNORM = Norm(kind="layernorm")
 MODULES: dict[str, Module] = {
@@ -59,6 +59,13 @@ class LonelyBlock(Block):
 
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
         return partial if self.size == 1 else partial[: self.token_counts[self.position]].clone()
+
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """From every member what this one sends to itself; of counts what it sends to each."""
+        if self.size == 1 or rows.dim() == 1:
+            return rows
+        own = rows.split(sent)[self.position]
+        return own.repeat((sum(received) // max(1, len(own)) + 1, 1))[: sum(received)].clone()
 
     def all_reduce(self, value: torch.Tensor, op: object = None) -> torch.Tensor:
         del op

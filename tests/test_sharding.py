@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from cost_models.buckets import holdings
 from cost_models.gradient_sync import bucket_seconds
-from cost_models.memory import rank_memory
 from cost_models.sharding import micro_batch_seconds
 from cost_models.topology import Topology
 from specs.plan import Plan
 from specs.tensors import tensors_of
 from tests.layouts import ReplicaShape, StageShape, build, small_model
 from tests.parity import OPTIONS, SEED, largest_relative_error, run_rank, run_reference, tokens_of
+from tests.plans import rank_memory
 from tests.test_parity_families import experts
 
 if TYPE_CHECKING:
