@@ -119,6 +119,7 @@ class GridSearch:
         self._ending = self._weights(1.0, 1.0, 1.0, 1.0)  # and with its gradient sync
         self._forward = self._bounds.least(Weights(1.0, 0.0))
         self._once = self._bounds.least(self._weights(0.0, 0.0, 1.0))
+        self._exhausted: float | None = None  # the bound when nothing new was left to try
         self._offered: set[tuple[int, ...]] = set()
 
     @property
@@ -130,6 +131,8 @@ class GridSearch:
 
         Ends early when the bound is within `tolerance` (relative) of the incumbent, or at the deadline.
         """
+        if self._exhausted is not None:
+            return self._exhausted
         bound = 0.0
         while True:
             below = self._below(incumbent.seconds * (1.0 - tolerance))
@@ -139,7 +142,10 @@ class GridSearch:
             if found is None:
                 return max(bound, below) + self.constant
             bound = found.bound
-            if not self._offer(found, incumbent) or time.monotonic() > deadline:
+            if not self._offer(found, incumbent):
+                self._exhausted = bound + self.constant
+                return self._exhausted
+            if time.monotonic() > deadline:
                 return bound + self.constant
 
     def quick_bound(self, enough: float) -> float:
@@ -216,9 +222,7 @@ class GridSearch:
     def _partition(self, *, at_least: float, below: float, accuracy: float) -> Partition | None:
         chain = self.chain
         values = self._stage_values(below)
-        return best_partition(
-            self.shape, chain.contents, chain.spans, values, at_least=at_least, below=below, accuracy=accuracy
-        )
+        return best_partition(self.shape, chain.contents, values, at_least=at_least, below=below, accuracy=accuracy)
 
     def _stage_values(self, below: float) -> list[StageValues]:
         """For every stage what the partition needs of it; stages alike share an object."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner.describe import describe
 from planner.grid_search import Incumbent
 from planner.layout import Layout
-from planner.search import FREEDOMS, Freedom, Outcome, Searcher
+from planner.search import FREEDOMS, TOLERANCE, Freedom, Outcome, Searcher
 from specs.plan import LadderRung, Prediction
 
 NAMES: dict[Freedom, str] = {
@@ -41,10 +41,12 @@ def climb(searcher: Searcher, incumbent: Incumbent, last: Freedom, *, deadline: 
     if searcher.engine == "ilp":
         freedoms = tuple(dict.fromkeys((FREEDOMS[0], last)))
     for freedom in freedoms:
-        outcome = searcher.search(freedom, incumbent, deadline=deadline)
+        tolerance = TOLERANCE if freedom == last else NOTHING
+        outcome = searcher.search(freedom, incumbent, deadline=deadline, tolerance=tolerance)
         rungs.append(Rung(freedom, outcome.layout, outcome.seconds, outcome))
-        if freedom == "uniform" and last != "uniform" and incumbent.layout is not None:
-            searcher.discard(last, incumbent)
+        # A grid point that loses even with the last freedom loses in every rung; a good incumbent finds most of them.
+        if freedom == freedoms[min(1, len(freedoms) - 1)] != last and incumbent.layout is not None:
+            searcher.discard(last, incumbent, deadline=deadline)
     return rungs
 
 

@@ -48,10 +48,12 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Round trips turn so many stages before the last; so many kinds of them are looked at for each stage.
-SHORT = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
-MOST_VISITS = 3
+SHORT = (0, 1, 2, 4, 8, 16)
+MOST_VISITS = 2
 # Passes through the chain for one Z, at most.
 MAX_PASSES = 4
+# Another pass is worthwhile when the last left fewer than this share of runs.
+WORTHWHILE = 0.98
 
 
 class Path(NamedTuple):
@@ -108,6 +110,7 @@ class PipelineShape:
         between = self.num_micro_batches - 2 - ahead
         if between >= 0:
             visits = [(between // (ahead - short + 1), short) for short in SHORT if short < ahead]
+            visits = [visit for visit in visits if visit[0]]
             # What trips have over staying is mostly the transfers.
             visits.sort(key=lambda visit: -visit[0] * (ahead - visit[1]))
             for turns, short in dict.fromkeys([(0, 0), *visits[:MOST_VISITS]]):
@@ -194,54 +197,21 @@ class Partition:
     bound: float
 
 
-class Runs:
-    """Runs of the chain of at most `longest` positions, as indices of their contents.
-
-    `from_start[i, k]` is the content of the run from position i to i + 1 + k; `num_contents` (an index past the end)
-    where there is no such run.
-    """
-
-    def __init__(self, contents: Ints, num_contents: int, longest: int) -> None:
-        size = contents.shape[0]
-        padded = np.full((size, size + longest), num_contents, dtype=np.int64)
-        padded[:, :size] = np.where(contents < 0, num_contents, contents)
-        rows, steps = np.arange(size)[:, None], np.arange(longest)[None, :]
-        self.stops = rows + 1 + steps
-        self.from_start = padded[rows, self.stops]
-        self._starts = np.maximum(rows - 1 - steps, 0)
-        self._no_start = rows - 1 - steps < 0
-        self._steps = steps
-        self.longest = longest
-        self.size = size
-
-    def least_to(self, values: Floats) -> Floats:
-        """For every position the least of values[start, step] over the runs that end there."""
-        to_stop = values[self._starts, self._steps]
-        to_stop[self._no_start] = np.inf
-        least: Floats = to_stop.min(axis=1)
-        return least
-
-
 def best_partition(
     shape: PipelineShape,
     contents: Ints,
-    spans: Ints,
     values: Sequence[StageValues],
     *,
     at_least: float = 0.0,
     below: float,
     accuracy: float,
 ) -> Partition | None:
-    """Bisection for Z.  `contents[i, j]` numbers the run from position i to j (negative: none), `spans` has the
-    largest j - i of every content.
+    """Bisection for Z.  `contents[i, j]` numbers the run from position i to j (negative: none).
 
     None when no partition has all its paths below `below` (finite).  `at_least` is a bound known before; the result
     is exact up to the relative `accuracy`.
     """
-    possible = np.minimum.reduce([stage.families[0].own for stage in values]) <= below
-    if not possible.any():
-        return None
-    finder = _Finder(shape, Runs(contents, len(spans), int(spans[possible].max())), values)
+    finder = _Finder(shape, contents, values, below)
     path = finder.path_within(below)
     if path is None:
         return None
@@ -258,99 +228,145 @@ def best_partition(
     return Partition(path, low)
 
 
-class _Finder:
-    """Asks for one set of values whether a partition exists within Z."""
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of the chain that a stage may take, by start, and its values for each of them."""
 
-    def __init__(self, shape: PipelineShape, runs: Runs, values: Sequence[StageValues]) -> None:
+    starts: Ints
+    stops: Ints
+    families: tuple[Family, ...]
+    alone: Floats
+    total: Floats
+    ending: Floats
+    once: Floats
+    forward: Floats
+
+    @classmethod
+    def of(cls, values: StageValues, starts: Ints, stops: Ints, numbers: Ints, below: float) -> _Runs:
+        """Those of which the stage's first family of paths allows `below`."""
+        some = values.families[0].own[numbers] <= below
+        runs, ends, numbers = starts[some], stops[some], numbers[some]
+        families = tuple(Family(family.path, family.own[numbers]) for family in values.families)
+        columns = np.stack([values.alone, values.total, values.ending, values.once, values.forward])[:, numbers]
+        return cls(runs, ends, families, *columns)
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> _Runs:
+        families = tuple(Family(family.path, family.own[mask]) for family in self.families)
+        columns = (self.alone, self.total, self.ending, self.once, self.forward)
+        return _Runs(self.starts[mask], self.stops[mask], families, *(column[mask] for column in columns))
+
+    def least_from(self, values: Floats, size: int) -> Floats:
+        """For every position the least of the values (last axis) over the runs that start there."""
+        least = np.full((*values.shape[:-1], size), np.inf)
+        if self.starts.size:
+            firsts = _firsts(self.starts)
+            least[..., self.starts[firsts]] = np.minimum.reduceat(values, firsts, axis=-1)
+        return least
+
+    def least_to(self, values: Floats, size: int) -> Floats:
+        """For every position the least of the values over the runs that end there."""
+        least = np.full((*values.shape[:-1], size), np.inf)
+        if self.stops.size:
+            order, firsts = self._by_stop
+            least[..., self.stops[order][firsts]] = np.minimum.reduceat(values[..., order], firsts, axis=-1)
+        return least
+
+    @cached_property
+    def _by_stop(self) -> tuple[Ints, Ints]:
+        order = np.argsort(self.stops, kind="stable")
+        return order, _firsts(self.stops[order])
+
+
+def _firsts(ordered: Ints) -> Ints:
+    """Where a new number begins."""
+    return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+
+
+class _Finder:
+    """Asks for one set of values whether a partition exists within a limit that falls whenever one does."""
+
+    def __init__(self, shape: PipelineShape, contents: Ints, values: Sequence[StageValues], below: float) -> None:
         self._shape = shape
-        self._runs = runs
-        self._rows = np.arange(runs.size)
-        known: dict[int, _Gathered] = {}  # stages alike share their values
+        self._size = len(contents)
+        possible = np.minimum.reduce([stage.families[0].own for stage in values]) <= below
+        starts, stops = np.nonzero((contents >= 0) & possible[contents])
+        numbers = contents[starts, stops]
+        known: dict[int, _Runs] = {}  # stages alike share their values
         for stage in values:
             if id(stage) not in known:
-                known[id(stage)] = _Gathered(runs, stage)
+                known[id(stage)] = _Runs.of(stage, starts, stops, numbers, below)
         self._stages = [known[id(stage)] for stage in values]
-        self._before, self.floor = self._pass_forward(None)
+        self._before, self.floor = self._pass_forward(self._stages)
 
     def path_within(self, limit: float) -> tuple[int, ...] | None:
         """A partition all of whose paths may stay below `limit`, or None when there is none.
 
-        What one pass rules out sharpens the next: they are repeated while they rule out more.
+        What one pass rules out sharpens the next: they are repeated while they rule out much.
         """
-        before, ruled_out = self._before, -1
+        stages, before = self._stages, self._before
         for _ in range(MAX_PASSES):
-            path, fits = self._pass_backward(limit, before)
-            number = sum(int(mask.size - np.count_nonzero(mask)) for mask in fits)
-            if path is None or number == ruled_out:
-                break
-            ruled_out = number
-            before, least = self._pass_forward(fits)
+            path, fits = self._pass_backward(stages, limit, before)
+            if path is None:
+                return None
+            number = sum(mask.size for mask in fits)
+            left = sum(int(np.count_nonzero(mask)) for mask in fits)
+            stages = [stage.keep(mask) for stage, mask in zip(stages, fits, strict=True)]
+            before, least = self._pass_forward(stages)
             if least > limit:
                 return None
+            if left > WORTHWHILE * number:
+                break
+        self._stages, self._before = stages, before
         return path
 
-    def _pass_forward(self, fits: list[npt.NDArray[np.bool_]] | None) -> tuple[list[tuple[Floats, Floats]], float]:
+    def _to_next(self, index: int) -> float:
+        """2 x, to the next stage."""
+        return 2.0 * self._shape.transfers[index] if index + 1 < self._shape.num_stages else 0.0
+
+    def _pass_forward(self, stages: Sequence[_Runs]) -> tuple[list[Floats], float]:
         """For every stage and position the least pre, with what is left to do once a step at its end, and the least
-        forward seconds before; over prefixes of runs that fit.  And the least of all.
+        forward seconds before, [2, position].  And the least of all.
         """
-        shape, runs = self._shape, self._runs
-        pre, forward = np.full((2, runs.size), np.inf)
-        pre[0] = forward[0] = 0.0
+        before = np.full((2, self._size), np.inf)
+        before[:, 0] = 0.0
         found = []
-        for index, stage in enumerate(self._stages):
-            found.append((pre[:, None], forward[:, None]))
-            to_next = 2.0 * shape.transfers[index] if index + 1 < shape.num_stages else 0.0
-            seconds = np.maximum(pre[:, None] + stage.total, forward[:, None] + stage.ending) + to_next
-            own = forward[:, None] + stage.forward + 0.5 * to_next
-            if fits is not None:
-                seconds[~fits[index]] = own[~fits[index]] = np.inf
-            pre, forward = self._runs.least_to(seconds), self._runs.least_to(own)
-        return found, float(pre[-1]) if np.isfinite(pre[-1]) else 0.0
+        for index, runs in enumerate(stages):
+            found.append(before)
+            pre, forward = before[:, runs.starts]
+            to_next = self._to_next(index)
+            longer = np.maximum(pre + runs.total, forward + runs.ending) + to_next
+            before = runs.least_to(np.stack([longer, forward + runs.forward + 0.5 * to_next]), self._size)
+        return found, float(before[0, -1])
 
     def _pass_backward(
-        self, limit: float, before: list[tuple[Floats, Floats]]
+        self, stages: Sequence[_Runs], limit: float, before: Sequence[Floats]
     ) -> tuple[tuple[int, ...] | None, list[npt.NDArray[np.bool_]]]:
         """A path of runs that may be part of a partition within `limit`, and which runs of every stage may be."""
-        shape, runs = self._shape, self._runs
-        posts = np.full((1 + len(shape.shorts), runs.size + runs.longest), np.inf)
-        longest = np.full(runs.size + runs.longest, np.inf)
-        posts[:, runs.size - 1] = longest[runs.size - 1] = 0.0
-        choices, all_fits = [], []
+        shape = self._shape
+        # Rows: seconds of later stages (`PipelineShape.after`), then the longest path through them.
+        after = np.full((2 + len(shape.shorts), self._size), np.inf)
+        after[:, -1] = 0.0
+        posts: list[Floats] = []
+        all_fits = []
         for index in reversed(range(shape.num_stages)):
-            stage, (pre, forward) = self._stages[index], before[index]
-            by_run = posts[:, runs.stops]
-            own = np.maximum.reduce([need + shape.after(index, path, by_run) for path, need in stage.families])
-            later = longest[runs.stops] + (2.0 * shape.transfers[index] if index + 1 < shape.num_stages else 0.0)
-            path = np.maximum(own, stage.total + later)
+            runs, (pre, forward) = stages[index], before[index][:, stages[index].starts]
+            by_run = after[:, runs.stops]
+            later = by_run[-1] + self._to_next(index)
+            own = [family.own + shape.after(index, family.path, by_run[:-1]) for family in runs.families]
+            path = np.maximum.reduce([*own, runs.total + later])
             fits = pre + path <= limit
-            fits &= forward + np.maximum(path + stage.once, stage.ending + later) <= limit
-            path[~fits] = np.inf
-            longest[: runs.size] = path.min(axis=1)
-            shape.add(index, by_run, stage.total, stage.alone)
+            fits &= forward + np.maximum(path + runs.once, runs.ending + later) <= limit
+            shape.add(index, by_run[:-1], runs.total, runs.alone)
+            by_run[-1] = path
             by_run[:, ~fits] = np.inf
-            choices.append(by_run[0].argmin(axis=1))
-            posts[:, : runs.size] = by_run.min(axis=2)
+            after = runs.least_from(by_run, self._size)
+            posts.append(by_run[0])
             all_fits.append(fits)
         all_fits.reverse()
-        if not np.isfinite(posts[0, 0]):
+        if not np.isfinite(after[0, 0]):
             return None, all_fits
         found = [0]
-        for choice in reversed(choices):
-            found.append(found[-1] + 1 + int(choice[found[-1]]))
+        for runs, post in zip(stages, reversed(posts), strict=True):
+            here = np.flatnonzero(runs.starts == found[-1])
+            found.append(int(runs.stops[here[post[here].argmin()]]))
         return tuple(found), all_fits
-
-
-class _Gathered:
-    """A stage's values by run."""
-
-    def __init__(self, runs: Runs, values: StageValues) -> None:
-        def of(array: Floats) -> Floats:
-            gathered: Floats = np.append(array, np.inf)[runs.from_start]
-            return gathered
-
-        self.alone = of(values.alone)
-        self.total = of(values.total)
-        self.ending = of(values.ending)
-        self.once = of(values.once)
-        self.families = [(family.path, of(family.own)) for family in values.families]
-        self.forward = of(values.forward)

@@ -100,11 +100,13 @@ class Searcher:
         self._quick: dict[tuple[int, int, bool], float] = {}
         # Step seconds that no layout of a grid point beats, as far as searches of a freedom have shown.
         self._known: dict[tuple[Freedom, Grid], float] = {}
+        # Inner searches by freedom, variant and way to count memory: going on with one is cheaper than beginning anew.
+        self._inner: dict[tuple[Freedom, Grid, bool], list[GridSearch | Program]] = {}
 
     def within(self, capacity: float) -> Searcher:
         """The same problem in other bytes per rank; costs are not asked for again."""
         other = copy.copy(self)
-        other.capacity, other._discarded, other._known = capacity, {}, {}
+        other.capacity, other._discarded, other._known, other._inner = capacity, {}, {}, {}
         return other
 
     def search(
@@ -122,13 +124,15 @@ class Searcher:
         outcome.bound = min(outcome.bound, outcome.seconds)
         return outcome
 
-    def discard(self, freedom: Freedom, incumbent: Incumbent, *, tolerance: float = TOLERANCE) -> None:
+    def discard(self, freedom: Freedom, incumbent: Incumbent, *, deadline: float, tolerance: float = TOLERANCE) -> None:
         """Leave out of later searches the grid points that cannot beat the incumbent even under this freedom.
 
         Only for searches of this freedom and of those below it.
         """
         enough = incumbent.seconds * (1.0 - tolerance)
         for grid in [grid for grid in self.grids if self.quick_bound(grid) < enough]:
+            if time.monotonic() > deadline:
+                break
             cause, bound = self._relaxed_bound(grid, freedom, enough)
             if cause is not None:
                 self._discarded[grid] = (cause, bound)
@@ -195,22 +199,30 @@ class Searcher:
         for cause, bound in self._discarded.values():
             outcome.pruned[cause] += 1
             outcome.bound = min(outcome.bound, bound)
-        left = (grid for grid in self.grids if grid not in self._discarded)
-        ordered = sorted(((self.quick_bound(grid), grid) for grid in left), key=lambda pair: pair[0])
-        for position, (quick, grid) in enumerate(ordered):
-            late = time.monotonic() > deadline
-            if late or quick >= incumbent.seconds * (1.0 - tolerance):
-                outcome.complete = not late
-                outcome.pruned["time limit" if late else "seconds without memory"] += len(ordered) - position
-                outcome.bound = min(outcome.bound, quick)
-                break
-            why, bound = self._relaxed_bound(grid, freedom, incumbent.seconds * (1.0 - tolerance))
-            if why is not None:
-                outcome.pruned[why] += 1
+        left = [grid for grid in self.grids if grid not in self._discarded]
+        left.sort(key=self._promise)
+        for grid in left:
+            quick = self.quick_bound(grid)
+            enough = incumbent.seconds * (1.0 - tolerance)
+            bound = quick
+            if quick >= enough:
+                outcome.pruned["seconds without memory"] += 1
+            elif time.monotonic() > deadline:
+                outcome.complete = False
+                outcome.pruned["time limit"] += 1
             else:
-                bound = self._search_variants(grid, freedom, incumbent, outcome, tolerance, deadline)
-            self._known[freedom, grid] = bound
+                why, bound = self._relaxed_bound(grid, freedom, enough)
+                if why is not None:
+                    outcome.pruned[why] += 1
+                else:
+                    bound = self._search_variants(grid, freedom, incumbent, outcome, tolerance, deadline)
+                self._known[freedom, grid] = bound
             outcome.bound = min(outcome.bound, bound)
+
+    def _promise(self, grid: Grid) -> float:
+        """What a grid point may take with its pipeline filled and drained: no bound, but tells which to try first."""
+        bubble = (grid.num_stages - 1) / (grid.num_micro_batches * grid.num_stages)
+        return self.quick_bound(grid) * (1.0 + grid.num_stages * bubble)
 
     def _relaxed_bound(self, grid: Grid, freedom: Freedom, enough: float) -> tuple[str | None, float]:
         """Why no variant of a grid point can be below `enough` (None: one may be), and the bound that says so."""
@@ -239,11 +251,15 @@ class Searcher:
         for variant in self._variants(grid):
             uncertain = self._memory_is_uncertain(variant)
             for optimistic in (False, True) if uncertain else (False,):
-                for menus in self._menus(variant, freedom, optimistic=optimistic):
-                    search = self._grid_search(variant, freedom, menus)
+                key = (freedom, variant, optimistic)
+                if key not in self._inner:
+                    all_menus = self._menus(variant, freedom, optimistic=optimistic)
+                    self._inner[key] = [self._grid_search(variant, freedom, menus) for menus in all_menus]
+                for search in self._inner[key]:
+                    labels, nodes = search.num_labels, search.num_nodes
                     found = search.run(incumbent, tolerance, deadline)
-                    outcome.labels += search.num_labels
-                    outcome.nodes += search.num_nodes
+                    outcome.labels += search.num_labels - labels
+                    outcome.nodes += search.num_nodes - nodes
                     if optimistic == uncertain:
                         bound = min(bound, found)
         return bound

@@ -64,7 +64,7 @@ def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batch
         )
         if np.isfinite(forward).all():
             best = min(best, finish_with_once(shape, forward, backward, once))
-    found = best_partition(shape, contents, stops - starts, values, below=1e6, accuracy=1e-6)
+    found = best_partition(shape, contents, values, below=1e6, accuracy=1e-6)
     if not np.isfinite(best):
         assert found is None
         return
@@ -74,7 +74,7 @@ def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batch
     assert found.path[-1] == size - 1
     if num_stages == 1:
         assert found.bound == pytest.approx(best, rel=1e-5)
-    assert best_partition(shape, contents, stops - starts, values, below=found.bound * 0.99, accuracy=1e-6) is None
+    assert best_partition(shape, contents, values, below=found.bound * 0.99, accuracy=1e-6) is None
 
 
 @settings(max_examples=500, deadline=None)
