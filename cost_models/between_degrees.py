@@ -10,12 +10,11 @@ import math
 from dataclasses import replace
 
 from cost_models.activations import activation_bytes
-from cost_models.working import working_bytes
-
 from cost_models.flops import largest_units
 from cost_models.interface import ModuleCost
 from cost_models.measured import MeasuredCosts
 from cost_models.share import Share
+from cost_models.working import working_bytes
 from specs.cluster import LinkLevel
 from specs.errors import BadInputError
 from specs.layout import Interval

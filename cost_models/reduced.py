@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from cost_models.activations import activation_bytes
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, largest_units, matrix_flop, score_flop
-from cost_models.memory import activation_bytes
 from cost_models.share import Share
 from specs.layout import balanced_cuts, block_starts, sequence_token_cuts
 from specs.model import SEQUENCE_KINDS, Module

@@ -12,15 +12,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from cost_models.activations import ACTIVATION_BYTES, activation_bytes
-from cost_models.working import working_bytes
 
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes
 from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, static_bytes
 from cost_models.reduced import Blocks, candidates
 from cost_models.share import Share
 from cost_models.topology import Topology
+from cost_models.working import working_bytes
 from planner.constraints import MODES
 from planner.knapsack import relax
 from specs.cluster import LinkLevel

@@ -1,153 +1,124 @@
-"""A run with known failures, predicted: held to sums done by hand, and to the limits."""
+"""Traces: every lane named alike, every action of the schedule once, one thing at a time."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+import cli
+from cost_models.sources import device_costs
 from cost_models.step import price
-from cost_models.trace import Event, Interruptions, TracePrediction, predict_trace, trace_of
-from planner.contingency import replan
-from specs.contingency import plan_after
-from specs.errors import BadInputError
 from specs.plan import Plan
-from specs.runlog import IncidentRecord
-from tests.layouts import ReplicaShape, StageShape, build, small_model
-from tests.synthetic_costs import SyntheticCosts
-
-COSTS = SyntheticCosts(3)
-NOTHING = Interruptions(detection=0.0, replanning=0.0, reforming=0.0, state_transfer=0.0, partial_step=0.0)
-SOME = Interruptions(
-    detection=0.5,
-    replanning=0.2,
-    reforming=1.0,
-    state_transfer=0.3,
-    partial_step=0.5,
-    startup=4.0,
-    save=0.25,
-    save_steps=10,
-)
+from specs.presets import cluster_preset, model_preset
+from specs.runlog import ActionsRecord, StepRecord, read_log
+from tests import plans, runs
 
 
-def timed(plan: Plan, seconds: float) -> Plan:
-    predicted = price(plan, COSTS)
-    return plan.with_results(predicted=predicted.model_copy(update={"step_time_seconds": seconds}))
-
-
-PLAN = timed(build(small_model(), [ReplicaShape([StageShape(2)], 1, 2)] * 2), 2.0)
-
-
-def slower(out: frozenset[int]) -> Plan:
-    """Each rank that is out costs half a second a step; with three out the batch shrinks to 3 of 4."""
-    plan = timed(PLAN, 2.0 + 0.5 * len(out))
-    if len(out) < 3:
-        return plan
-    return plan.model_copy(update={"training": plan.training.model_copy(update={"global_batch": 3})})
-
-
-def play(events: list[Event], num_steps: int = 40, interruptions: Interruptions = SOME) -> TracePrediction:
-    return predict_trace(PLAN, events, num_steps=num_steps, interruptions=interruptions, way_on=slower)
-
-
-def test_a_trace_by_hand() -> None:
-    """20 steps of 2 s, one lost, 10 of 2.5 s, another lost with 3 steps redone, 5 of 3 s, both back, 5 of 2 s."""
-    found = play(
-        [Event(20, lost=(1,)), Event(30, lost=(3,), redone_steps=3), Event(35, returned=(1, 3))],
+def plan() -> Plan:
+    return plans.plan(
+        stages=2,
+        ranks=2,
+        replicas=2,
+        micro_batches=4,
+        model=model_preset("gpt2"),
+        on=cluster_preset("h100x8"),
+        seq_len=256,
     )
-    assert found.seconds == {
-        "program_startup": 4.0,
-        "step": 20 * 2.0 + 10 * 2.5 + 5 * 3.0 + 5 * 2.0,
-        "failure_detection": 2 * 0.5,
-        "wasted_progress": 0.5 * 2.0 + 3.5 * 2.5,
-        "replanning": pytest.approx(3 * 0.2),
-        "reforming": 3 * 1.0,
-        "state_transfer": pytest.approx(3 * 0.3),
-        "checkpoint_save": 4 * 0.25,
+
+
+def write_trace(source: Path, out: Path) -> tuple[dict[str, Any], str]:
+    result = CliRunner().invoke(cli.app, ["trace", str(source), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    return json.loads(out.read_text()), result.stderr
+
+
+def lanes(document: dict[str, Any], process: int) -> dict[int, str]:
+    """Names by rank."""
+    return {
+        event["tid"]: event["args"]["name"]
+        for event in document["traceEvents"]
+        if event["name"] == "thread_name" and event["pid"] == process
     }
-    assert found.degraded_seconds == pytest.approx(10 * 0.5 + 5 * 1.0)
-    tokens = 40 * 4 * PLAN.training.seq_len
-    assert found.tokens == tokens
-    assert found.wall_seconds == pytest.approx(4 + 90 + 1 + 9.75 + 0.6 + 3 + 0.9 + 1)
-    assert found.goodput == pytest.approx(40 * 2.0 / found.wall_seconds)
-    assert found.layouts == ((0, 2.0), (20, 2.5), (30, 3.0), (35, 2.0))
 
 
-def test_a_smaller_batch_counts_for_what_it_trains() -> None:
-    found = play([Event(10, lost=(0, 1, 2))], num_steps=20, interruptions=NOTHING)
-    assert found.tokens == (10 * 4 + 10 * 3) * PLAN.training.seq_len
-    assert found.wall_seconds == 10 * 2.0 + 10 * 3.5
-    assert found.goodput == pytest.approx((70 / 55.0) / (4 / 2.0))
-
-
-@given(st.lists(st.integers(0, 50), max_size=3, unique=True))
-def test_limits(at: list[int]) -> None:
-    """Nothing happens: full goodput.  Free interruptions: only slower steps are left.  They never add speed."""
-    assert play([], interruptions=NOTHING).goodput == pytest.approx(1.0)
-    events = [Event(step, lost=(rank,)) for rank, step in enumerate(sorted(at))]
-    free, paid = play(events, 50, NOTHING), play(events, 50)
-    assert set(free.seconds) >= {"step"}
-    assert free.wall_seconds == pytest.approx(free.seconds["step"])
-    assert free.degraded_seconds >= 0.0
-    assert paid.goodput < free.goodput <= 1.0
-
-
-def test_a_real_way_on_is_played() -> None:
-    plan = build(small_model(), [ReplicaShape([StageShape(2)], 1, 2)] * 2)
-    plan = plan.with_results(predicted=price(plan, COSTS))
-
-    def way_on(out: frozenset[int]) -> Plan:
-        return plan_after(plan, replan(plan, COSTS, sorted(out)))
-
-    found = predict_trace(plan, [Event(5, lost=(2,))], num_steps=10, interruptions=NOTHING, way_on=way_on)
-    after = way_on(frozenset({2})).predicted
-    assert plan.predicted is not None
-    assert after is not None
-    assert found.seconds["step"] == pytest.approx(5 * (plan.predicted.step_time_seconds + after.step_time_seconds))
-
-
-@pytest.mark.parametrize(
-    ("events", "message"),
-    [
-        ([Event(41, lost=(1,))], "40 steps"),
-        ([Event(9, lost=(1,)), Event(8, lost=(2,))], "in order"),
-        ([Event(9, lost=(1,)), Event(10, lost=(1,))], "out already"),
-        ([Event(9, returned=(1,))], "not out"),
-    ],
-)
-def test_traces_that_cannot_be(events: list[Event], message: str) -> None:
-    with pytest.raises(BadInputError, match=message):
-        play(events)
-
-
-def incident(**changes: Any) -> IncidentRecord:
-    fields: dict[str, Any] = {
-        "time": 1.0,
-        "generation": 1,
-        "step": 7,
-        "redone_steps": 0,
-        "lost": {2: "killed"},
-        "policy": "reduced",
-        "layout": "",
-        "world_size": 3,
-        "global_batch": 4,
-        "batch_kept": True,
-        "source": "memory",
-        "seconds": {"failure_detection": 0.4, "reforming": 2.0, "replanning": 0.1, "state_transfer": 0.3},
+def test_a_predicted_step(tmp_path: Path) -> None:
+    made = plan()
+    made.save(tmp_path / "plan.json")
+    document, said = write_trace(tmp_path / "plan.json", tmp_path / "trace.json")
+    assert said == ""
+    assert lanes(document, 1) == {
+        0: "rank 0, stage 0",
+        1: "rank 1, stage 0",
+        2: "rank 2, stage 1",
+        3: "rank 3, stage 1",
     }
-    return IncidentRecord(**{**fields, **changes})
+    step = price(made, device_costs(made.cluster, made.training)).step_time_seconds
+    for rank in range(4):
+        events = [event for event in document["traceEvents"] if event["ph"] == "X" and event["tid"] == rank]
+        events.sort(key=lambda event: event["ts"])
+        passes = [event["name"] for event in events if event["cat"] != "term"]
+        assert sorted(passes) == sorted(f"{kind}{number}" for kind in "FB" for number in range(4))
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(events))
+        assert events[-1]["ts"] + events[-1]["dur"] == pytest.approx(step * 1e6)
 
 
-def test_a_run_log_becomes_a_trace() -> None:
-    back = incident(
-        step=9, lost={}, returned=(2,), seconds={"reforming": 1.0, "replanning": 0.3, "failure_detection": 0.0}
-    )
-    events, mean = trace_of([incident(), back])
-    assert events == [Event(7, lost=(2,)), Event(9, returned=(2,))]
-    assert (mean.detection, mean.reforming) == (0.4, 1.5)
-    assert mean.replanning == pytest.approx(0.2)
-    assert mean.state_transfer == pytest.approx(0.15)
-    with pytest.raises(BadInputError, match="no interruption"):
-        trace_of([])
+def test_a_measured_step_has_the_same_names(tmp_path: Path) -> None:
+    made = plan()
+    made = made.with_results(predicted=price(made, device_costs(made.cluster, made.training)))
+    actions = dict.fromkeys(range(8), (("F0", 0.0, 0.2), ("tp_communication", 0.1, 0.15), ("B0", 0.2, 0.5)))
+    record = ActionsRecord.model_validate({"step": 6, "actions": actions})
+    runs.write(tmp_path / "run", [*runs.whole_run(), record], of=made)
+    document, said = write_trace(tmp_path / "run", tmp_path / "trace.json")
+    assert said == ""
+    assert lanes(document, 1).items() <= lanes(document, 2).items()
+    measured = [event for event in document["traceEvents"] if event["ph"] == "X" and event["pid"] == 2]
+    assert [event["name"] for event in measured[:3]] == ["F0", "tp_communication", "B0"]
+    assert measured[2] | {"ts": 0, "dur": 0} == {
+        "ph": "X",
+        "name": "B0",
+        "cat": "backward",
+        "pid": 2,
+        "tid": 0,
+        "ts": 0,
+        "dur": 0,
+        "args": {"micro_batch": 0, "virtual_stage": 0},
+    }
+    assert measured[2]["dur"] == pytest.approx(0.3e6)
+
+
+def test_a_run_without_recorded_actions_says_so(tmp_path: Path) -> None:
+    runs.write(tmp_path / "run", runs.whole_run())
+    _, said = write_trace(tmp_path / "run", tmp_path / "trace.json")
+    assert "no record of a step's actions" in said
+
+
+@pytest.mark.gloo
+def test_a_run_records_its_last_step(tmp_path: Path) -> None:
+    """Every action of every rank once; times within the step; names as predicted."""
+    made = plans.plan(stages=2, ranks=1, on=plans.cluster(2, kind="cpu"), micro_batches=4)
+    made = made.model_copy(update={"training": made.training.model_copy(update={"precision": "fp32"})})
+    made.save(tmp_path / "plan.json")
+    command = [str(Path(sys.executable).with_name("plait")), "train", "plan.json", "--out", "run", "--steps", "5"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    records = read_log(tmp_path / "run" / "log.jsonl")
+    (record,) = [record for record in records if isinstance(record, ActionsRecord)]
+    step = next(record for record in records if isinstance(record, StepRecord) and record.step == 5)
+    assert record.step == 5
+    assert sorted(record.actions) == [0, 1]
+    for actions in record.actions.values():
+        names = [name for name, _, _ in actions if name[-1].isdigit()]
+        assert sorted(names) == sorted(f"{kind}{number}" for kind in "FB" for number in range(4))
+        assert all(0 <= start < stop for _, start, stop in actions)
+        assert {"gradient_sync", "optimizer"} & {name for name, _, _ in actions}
+        passes = sum(stop - start for name, start, stop in actions if name[-1].isdigit())
+        assert passes < max(stop for _, _, stop in actions) <= 3 * step.seconds
+    document, said = write_trace(tmp_path / "run", tmp_path / "trace.json")
+    assert "no predicted lanes" in said
+    assert lanes(document, 2) == {0: "rank 0, stage 0", 1: "rank 1, stage 1"}

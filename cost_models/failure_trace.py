@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from specs.errors import BadInputError
@@ -23,12 +23,14 @@ WayOn = Callable[[frozenset[int]], Plan]
 class Event:
     """Ranks are lost or come back once `step` steps are kept; `redone_steps` of those taken are trained again.
 
-    A return waits for the step boundary: it is not detected and spoils no step.
+    `restarted`: the process failed, its device goes on.  A return waits for the step boundary: it is not detected and
+    spoils no step.
     """
 
     step: int
     lost: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
+    restarted: tuple[int, ...] = ()
     redone_steps: int = 0
 
 
@@ -36,7 +38,7 @@ class Event:
 class Interruptions:
     """Seconds of one interruption, measured or assumed; `partial_step` is the part of a step that a fault spoils.
 
-    `startup` once a run; a save every `save_steps` steps (None: never) stalls training for `save`.
+    `startup` once a run; each of `num_saves` saves stalls training for `save`.
     """
 
     detection: float
@@ -46,7 +48,11 @@ class Interruptions:
     partial_step: float = 0.5
     startup: float = 0.0
     save: float = 0.0
-    save_steps: int | None = None
+    num_saves: int = 0
+
+    def with_run(self, *, startup: float, save: float, num_saves: int) -> Interruptions:
+        """The same beside what a run takes without any interruption."""
+        return replace(self, startup=startup, save=save, num_saves=num_saves)
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,10 @@ def predict_trace(
         seconds["step"] += (event.step - kept) * step_seconds
         tokens += (event.step - kept) * tokens_per_step
         kept = event.step
-        if not event.lost and not event.returned:
+        if not event.lost and not event.returned and not event.restarted:
             continue
         out = _out(out, event)
-        if event.lost:
+        if event.lost or event.restarted:
             seconds["failure_detection"] += interruptions.detection
             seconds["wasted_progress"] += (interruptions.partial_step + event.redone_steps) * step_seconds
         seconds["replanning"] += interruptions.replanning
@@ -102,8 +108,8 @@ def predict_trace(
         seconds["state_transfer"] += interruptions.state_transfer
         step_seconds, tokens_per_step = _speed(way_on(out) if out else plan)
         layouts.append((kept, step_seconds))
-    if interruptions.save_steps:
-        seconds["checkpoint_save"] = num_steps // interruptions.save_steps * interruptions.save
+    if interruptions.num_saves:
+        seconds["checkpoint_save"] = interruptions.num_saves * interruptions.save
     wall = sum(seconds.values())
     return TracePrediction(
         seconds=dict(seconds),
@@ -125,8 +131,9 @@ def trace_of(incidents: Iterable[IncidentRecord]) -> tuple[list[Event], Interrup
     events = [
         Event(
             step=record.step,
-            lost=tuple(sorted(record.lost)),
+            lost=tuple(sorted(set(record.lost).difference(record.restarted))),
             returned=tuple(sorted(record.returned)),
+            restarted=tuple(sorted(record.restarted)),
             redone_steps=record.redone_steps,
         )
         for record in records
