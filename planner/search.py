@@ -328,7 +328,14 @@ class Searcher:
         With `worth`, all in seconds delivered.
         """
         found: list[tuple[float, UniformSearch]] = []
-        for grid in self.grids:
+        unseen = float("inf")
+        for grid in sorted(self.grids, key=self._promise):
+            if found and time.monotonic() > deadline:
+                outcome.complete = False
+                outcome.pruned["time limit"] += 1
+                quick = self.quick_bound(grid)
+                unseen = min(unseen, quick / worth(grid, quick) if worth else quick)
+                continue
             boundaries = self._even_boundaries(grid.num_stages)
             if boundaries is None:
                 outcome.pruned["more stages than layers"] += 1
@@ -353,11 +360,12 @@ class Searcher:
         for position, (lower, search) in enumerate(found):
             late = time.monotonic() > deadline and incumbent.layout is not None
             if late or lower >= incumbent.seconds:
-                outcome.complete = not late
+                outcome.complete = outcome.complete and not late
                 outcome.pruned["time limit" if late else "seconds"] += len(found) - position
                 break
             incumbent.offer(search.layout(), lower)
         outcome.bound = min((lower for lower, _ in found), default=float("inf"))
+        outcome.bound = min(outcome.bound, unseen)
         if outcome.complete:
             outcome.bound = max(outcome.bound, incumbent.seconds)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,17 @@ def test_goodput_beats_the_fastest_plan_in_what_it_delivers(freedom):
     if freedom == "modules":
         assert ours.goodput_tokens_per_second > 1.01 * theirs.goodput_tokens_per_second
         assert "more" in chosen.ladder[-1].reason
+
+
+def test_a_time_limit_is_kept_and_the_gap_says_so():
+    """By processor time, since other programs may hold up this one."""
+    limit = 1.0
+    start = time.process_time()
+    plan = make_plan(problem("nemotron-ultra-253b", "h100x1024", 1024, 8192), device_costs, time_limit_seconds=limit)
+    assert time.process_time() - start <= 1.1 * limit + 1.0
+    assert plan.certificate.status == "feasible"
+    assert plan.certificate.pruned["time limit"] > 0
+    assert plan.certificate.bound < plan.certificate.objective_value
 
 
 def test_uniform_plans_are_uniform(plan_8b):
