@@ -35,11 +35,14 @@ def export_to_engine(
     """
     engine = ENGINES[to]
     try:
+        engine.check_model(plan.model)
+    except BadInputError as refusal:
+        raise BadInputError(f"{engine.name} cannot run this model: {refusal}.") from None
+    try:
         runnable = as_it_is(plan, engine)
         return engine.write(runnable.plan, runnable.shape), ""
     except BadInputError as refusal:
         reason = str(refusal)
-    engine.check_model(plan.model)
     offer = _nearest(plan, to, profile, time_limit_seconds)
     if offer is None:
         raise BadInputError(f"{engine.name} cannot run this plan: {reason}. No plan of its kind fits in memory.")

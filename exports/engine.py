@@ -11,7 +11,7 @@ from cost_models.step import price
 from exports.shape import Shape, loose_shape_of, memory_limit, plan_of, shape_of
 from specs.errors import BadInputError
 from specs.model import ModelSpec
-from specs.plan import Plan, Prediction, Recompute, Schedule
+from specs.plan import Plan, Prediction, Recompute, Schedule, Zero
 
 Pair = tuple[Recompute, Recompute]  # of attention, of the feed-forward part
 
@@ -42,7 +42,6 @@ class Runnable:
 
 def as_it_is(plan: Plan, engine: Engine) -> Runnable:
     """The plan, when the engine can run just that.  Raises `BadInputError` with the reason when it cannot."""
-    engine.check_model(plan.model)
     shape = shape_of(plan)
     engine.check(shape, plan.model)
     _check_recompute(shape, plan.model, engine)
@@ -81,8 +80,9 @@ def _shapes(plan: Plan, engine: Engine) -> Iterator[Shape]:
     if loose is None:
         return
     schedules: set[Schedule] = {loose.schedule} if loose.virtual > 1 else {loose.schedule, "1f1b"}
-    for schedule, (attention, feed_forward) in product(sorted(schedules), engine.recomputes(plan.model)):
-        yield replace(loose, schedule=schedule, attention=attention, feed_forward=feed_forward)
+    levels: set[Zero] = {loose.zero} if loose.zero <= 1 else {loose.zero, 1}
+    for schedule, zero, pair in product(sorted(schedules), sorted(levels), engine.recomputes(plan.model)):
+        yield replace(loose, schedule=schedule, zero=zero, attention=pair[0], feed_forward=pair[1])
 
 
 def _priced(shape: Shape, plan: Plan, engine: Engine, costs: CostModel) -> tuple[Runnable, Prediction] | None:

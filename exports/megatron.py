@@ -27,6 +27,8 @@ def check_model(model: ModelSpec) -> None:
 
 def check(shape: Shape, model: ModelSpec) -> None:
     """Raise `BadInputError` unless Megatron-LM can cut this model in this shape."""
+    if shape.zero > 1:
+        raise BadInputError(f"Megatron-LM's distributed optimizer is ZeRO level 1, the plan has {shape.zero}")
     if shape.schedule not in ("1f1b", "interleaved"):
         raise BadInputError(f"Megatron-LM has the schedules 1f1b and interleaved, the plan has {shape.schedule}")
     if shape.virtual > 1 and shape.num_micro_batches % shape.pipeline:

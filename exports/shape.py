@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from specs.errors import BadInputError
 from specs.layout import balanced_cuts
 from specs.model import SEQUENCE_KINDS, ModelSpec, Module, num_units
-from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Schedule, Stage
+from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Schedule, Stage, Zero
 
 # Whose ranks are neighbours: the stages of a replica, or the copies of a stage.
 RankOrder = Literal["replica", "stage"]
@@ -38,7 +38,7 @@ class Shape:
     layers: tuple[int, ...]
     virtual: int
     schedule: Schedule
-    zero: Literal[0, 1]
+    zero: Zero
     order: RankOrder
     attention: Recompute
     feed_forward: Recompute

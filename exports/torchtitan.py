@@ -118,7 +118,7 @@ def write(plan: Plan, shape: Shape) -> str:
     settings = {
         "data_parallel_replicate_degree": str(replicate),
         "data_parallel_shard_degree": str(shard),
-        "fsdp_reshard_after_forward": '"never"',
+        "fsdp_reshard_after_forward": '"always"' if shape.zero == 3 else '"never"',
         "tensor_parallel_degree": str(shape.tensor),
         "pipeline_parallel_degree": str(shape.pipeline),
     }
@@ -162,8 +162,8 @@ def write(plan: Plan, shape: Shape) -> str:
 
 def _remarks(shape: Shape) -> list[str]:
     found = []
-    if shape.zero:
-        found.append("# FSDP shards weights and gradients beside the optimizer: less memory than predicted.")
+    if shape.zero in (1, 2):
+        found.append("# FSDP also shards what ZeRO of this level does not: less memory than predicted.")
     if shape.attention == "selective":
         found.append("# SelectiveAC also repeats every second matrix product: slower than predicted, less memory.")
     return found

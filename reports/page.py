@@ -11,6 +11,7 @@ from cost_models.delivery import Delivery
 from cost_models.pipeline import Span
 from reports.account import account_of, attempts_of
 from reports.compare import Comparison, compare
+from reports.contingency import POLICY_NAMES, next_best, ranks_text
 from reports.delivery_charts import policies_chart, waterfall_chart
 from reports.goodput import verdict
 from reports.layout_chart import layout_chart
@@ -115,7 +116,7 @@ def _plan_sections(inputs: Inputs, comparison: Comparison | None) -> list[Sectio
             "How is the model cut?",
             (
                 "Each rectangle is a block of ranks that holds one copy of the modules below it, with its degree. "
-                "White lines lie between blocks and where a choice changes, black ones where a pipeline stage ends.",
+                "Thin lines lie between blocks and where a choice changes, thick ones where a pipeline stage ends.",
             ),
             tuple(layouts),
         ),
@@ -188,4 +189,27 @@ def _tables(plan: Plan) -> list[Section]:
         ]
         table = Table(("", "layout", "why not", "step", "peak memory"), others, 3)
         sections.append(Section("What was not taken?", (), (drawn(alternatives_chart(plan)),), table))
+    if plan.contingencies:
+        sections.append(_losses(plan))
     return [*sections, Section("The layout in full", (), (), layout)]
+
+
+def _losses(plan: Plan) -> Section:
+    """What each lost device leads to."""
+    assert plan.predicted is not None
+    rows = []
+    for one in plan.contingencies:
+        speed = percent(one.predicted.tokens_per_second / plan.predicted.tokens_per_second)
+        whole = one.global_batch == plan.training.global_batch
+        rows.append(
+            (
+                ranks_text(one),
+                f"{POLICY_NAMES[one.policy]}: {one.layout}",
+                next_best(one),
+                speed,
+                "whole" if whole else str(one.global_batch),
+                num_bytes(one.predicted.peak_memory_bytes),
+            )
+        )
+    table = Table(("rank", "its replica", "next best", "speed", "batch", "peak memory"), rows, 3)
+    return Section("What happens when a device is lost?", ("Solved beforehand, and kept in the plan.",), (), table)

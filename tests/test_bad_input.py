@@ -83,6 +83,16 @@ PLAN = ("--global-batch", "64", "--seq-len", "4096", "-o", "plan.json")
         (("--nope",), "No such option"),
         (("train", "none.json", "--out", "run"), "plan none.json does not exist"),
         (("train", ".", "--out", "run"), "is a folder, a JSON file is needed"),
+        (("export", "none.json", "--to", "megatron"), "none.json does not exist"),
+        (("export", "none.json", "--to", "deepspeed"), "'deepspeed' is not one of"),
+        (("export", "none.json"), "Missing option '--to'"),
+        (("report", "none.json"), "none.json does not exist"),
+        (("report", "none.json", "--days", "x"), "--days"),
+        (("trace", "."), "plan.json does not exist"),
+        (("explain", "none.json"), "none.json does not exist"),
+        (("diff", "none.json"), "Missing argument"),
+        (("eval", "none"), "none does not exist"),
+        (("generate", "none", "--prompt", "x"), "none does not exist"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, tuple) else "",
 )
@@ -128,6 +138,21 @@ def test_a_run_folder_in_use_and_one_without_a_run(tmp_path: Path) -> None:
     runs.write(tmp_path / "run", runs.whole_run())
     assert "--resume" in refusal("train", "run/plan.json", "--out", "run", cwd=tmp_path)
     assert "no run to resume" in refusal("train", "run/plan.json", "--out", "other", "--resume", cwd=tmp_path)
+
+
+def test_a_plan_that_an_engine_cannot_run(tmp_path: Path) -> None:
+    data = runs.plan().model_dump(mode="json")
+    data["pipelines"][0]["stages"][0]["modules"][2]["blocks"] = [1, 1]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    message = refusal("export", "plan.json", "--to", "megatron", "-o", "args.sh", cwd=tmp_path)
+    assert "the plan mixes tensor-parallel degrees" in message
+    assert "--nearest" in message
+
+
+def test_a_page_of_a_plan_without_predictions(tmp_path: Path) -> None:
+    data = runs.plan().model_dump(mode="json")
+    (tmp_path / "plan.json").write_text(json.dumps(data | {"predicted": None}))
+    assert "no predicted numbers" in refusal("report", "plan.json", "-o", "report.html", cwd=tmp_path)
 
 
 def test_a_run_without_steps(tmp_path: Path) -> None:

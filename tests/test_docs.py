@@ -95,7 +95,8 @@ def test_links_lead_to_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page: Path) -> None:
-    known = set(typer.main.get_command(cli.app).commands) | {"--help", "--version"}
+    known = set(typer.main.get_command(cli.app).commands)
+    known |= {"--help", "--version", "--install-completion", "--show-completion"}
     used = set(re.findall(r"(?:`|bin/|^\s{4}|^\$ )plait ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert used <= known
 
@@ -118,6 +119,15 @@ def test_exit_codes_are_documented() -> None:
     table = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     assert {kind.exit_code for kind in PlaitError.__subclasses__()} | {0, 1, 130} == documented
+
+
+def test_the_file_tree_is_up_to_date() -> None:
+    """`python docs/tree.py` writes it anew."""
+    space: dict[str, object] = {"__file__": str(ROOT / "docs" / "tree.py"), "__name__": "tree"}
+    exec((ROOT / "docs" / "tree.py").read_text(encoding="utf-8"), space)
+    page = space["page"]
+    assert callable(page)
+    assert (ROOT / "docs" / "tree.md").read_text(encoding="utf-8") == page()
 
 
 def test_the_figure_is_what_its_script_draws(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -35,6 +36,14 @@ def test_every_object_is_closed(name: str) -> None:
                 walk(value)
 
     walk(schema_of(name))
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_the_plan_format_is_frozen() -> None:
+    """A change is a decision: `plait schema plan > tests/golden/plan.schema.json`, and a line in the changelog."""
+    assert json.loads((GOLDEN / "plan.schema.json").read_text()) == schema_of("plan")
 
 
 def test_every_field_of_a_document_is_in_its_schema() -> None:

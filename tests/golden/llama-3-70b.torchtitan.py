@@ -1,6 +1,6 @@
 # torchtitan configuration, made by plait export.
 # llama-3-70b on h100x64: 64 processes, global batch 1024 x 8192 tokens, bf16.
-# FSDP shards weights and gradients beside the optimizer: less memory than predicted.
+# FSDP also shards what ZeRO of this level does not: less memory than predicted.
 # Save it as a module MODULE on the Python path, then: --module MODULE --config llama3_70b_plait
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.llama3 import model_registry
