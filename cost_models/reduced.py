@@ -54,21 +54,21 @@ class StageWork:
 
 
 def stage_work(plan: Plan, stage: Stage, *, communication_share: float, micro_batch: int) -> StageWork:
-    """The work of one stage of a plan; the memory limit follows from its prediction."""
+    """The work of one stage of the first replica; the memory limit follows from its prediction."""
     by_name = dict(plan.model.modules())
     counts = Counter((by_name[item.module], item.blocks) for item in stage.modules)
     zero = min(item.zero for item in stage.modules)
-    modules = tuple((module, blocks, count) for (module, blocks), count in counts.items())
+    index = plan.pipelines[plan.replicas[0].pipeline].stages.index(stage)
+    kept, droppable = _kept(plan, index, micro_batch, tuple(counts))
     free: float | None = None
     activations = 0.0
     if plan.predicted is not None:
-        terms = plan.predicted.peak_memory_terms
-        activations = float(terms.activations + terms.working)
+        activations = sum(kept) + plan.predicted.peak_memory_terms.working
         device = plan.cluster.device_of(plan.replicas[0].ranks[0])
         cap = plan.memory_cap_bytes if plan.memory_cap_bytes is not None else device.memory_bytes
-        free = float(cap - plan.predicted.peak_memory_bytes)
+        free = float(cap - plan.predicted.stage_memory_bytes[index])
     return StageWork(
-        modules=modules,
+        modules=tuple((module, blocks, count) for (module, blocks), count in counts.items()),
         num_ranks=stage.num_ranks,
         micro_batch=micro_batch,
         seq_len=plan.training.seq_len,
@@ -77,30 +77,30 @@ def stage_work(plan: Plan, stage: Stage, *, communication_share: float, micro_ba
         activation_bytes=activations,
         shards=len(plan.replicas),
         replicated_bytes=REPLICATED_BYTES[zero],
-        droppable=_droppable(plan, stage, micro_batch, tuple(counts)),
+        droppable=droppable,
     )
 
 
-def _droppable(
-    plan: Plan, stage: Stage, micro_batch: int, entries: tuple[tuple[Module, Blocks], ...]
-) -> tuple[float, ...]:
-    """Bytes kept by one module of every entry, on average over its recompute modes, less those if recomputed in full;
-    of all micro-batches in flight.
+def _kept(
+    plan: Plan, index: int, micro_batch: int, entries: tuple[tuple[Module, Blocks], ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For every entry the bytes that its modules keep for backward, and what one of them, on average over its recompute
+    modes, would not keep if it were recomputed in full; of all micro-batches in flight (1F1B's, or all with GPipe).
     """
-    pipeline = next(p for p in plan.pipelines if stage in p.stages)
-    number = plan.replicas[0].sequences // micro_batch
-    flight = (
-        number if pipeline.schedule == "gpipe" else min(number, len(pipeline.stages) - pipeline.stages.index(stage))
-    )
+    pipeline = plan.pipelines[plan.replicas[0].pipeline]
+    stage, number = pipeline.stages[index], plan.replicas[0].sequences // micro_batch
+    flight = number if pipeline.schedule == "gpipe" else min(number, len(pipeline.stages) - index)
     by_name = dict(plan.model.modules())
     precision, seq_len = plan.training.precision, plan.training.seq_len
-    found = []
+    kept, droppable = [], []
     for module, blocks in entries:
         share = Share.of(module, max(blocks), micro_batch * seq_len * max(blocks) // stage.num_ranks, seq_len)
         modes = [p.recompute for p in stage.modules if (by_name[p.module], p.blocks) == (module, blocks)]
-        kept = sum(activation_bytes(module, share, precision, mode) for mode in modes) / len(modes)
-        found.append(max(0.0, flight * (kept - activation_bytes(module, share, precision, "full"))))
-    return tuple(found)
+        all_of_them = flight * sum(activation_bytes(module, share, precision, mode) for mode in modes)
+        least = flight * activation_bytes(module, share, precision, "full")
+        kept.append(float(all_of_them))
+        droppable.append(max(0.0, all_of_them / len(modes) - least))
+    return tuple(kept), tuple(droppable)
 
 
 @lru_cache(maxsize=4096)
