@@ -50,6 +50,15 @@ def train(
     profile: Annotated[
         Path | None, typer.Option(help="Prices the ways on after a loss; without one, shipped device data does.")
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics on this port while it trains.")
+    ] = None,
+    metrics_address: Annotated[
+        str | None, typer.Option(help="Address to serve metrics on (127.0.0.1: this machine alone).")
+    ] = None,
+    tensorboard: Annotated[
+        bool | None, typer.Option("--tensorboard/--no-tensorboard", help="Write scalars to RUN/tensorboard.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint in --out.")] = False,
 ) -> None:
     """Train a model with a plan, on this node or as one worker of torchrun.
@@ -77,6 +86,9 @@ def train(
         "return_after_seconds": return_after,
         "hang_seconds": hang_seconds,
         "rebalance": rebalance,
+        "metrics_port": metrics_port,
+        "metrics_address": metrics_address,
+        "tensorboard": tensorboard,
         "profile": None if profile is None else profile.resolve(),
     }
     start_run(plan, out, given, resume=resume)

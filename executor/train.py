@@ -23,6 +23,7 @@ from executor.engine import Batch, Engine, StepResult, mean_terms
 from executor.huggingface import HuggingFaceWeights
 from executor.launch import STARTED
 from executor.ledger import Ledger, RunLog
+from executor.live import Live
 from executor.memory import MemoryReading, measure_step
 from executor.optimizer import learning_rate
 from executor.progress import TrainingProgress
@@ -184,6 +185,7 @@ class _Diary:
         self._log = RunLog(options.out / "log.jsonl") if is_first else None
         last = options.optimizer.num_steps
         self._progress = TrainingProgress(done, last, enabled=is_first)
+        self._live = Live(options) if is_first else None
 
     def __enter__(self) -> _Diary:
         self._progress.__enter__()
@@ -191,6 +193,8 @@ class _Diary:
 
     def __exit__(self, *error: object) -> None:
         self._progress.__exit__(*error)  # type: ignore[arg-type]
+        if self._live is not None:
+            self._live.close()
 
     def phase(self, name: str) -> None:
         pass
@@ -199,6 +203,8 @@ class _Diary:
         if self._log is not None:
             self._log.write(record)
             self._progress.record(record)
+        if self._live is not None:
+            self._live.record(record)
 
     def step_done(self, step: int, result: StepResult) -> None:
         pass

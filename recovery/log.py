@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Literal
 
 from executor.ledger import RunLog
+from executor.live import Live
 from executor.messages import Logged
 from executor.progress import TrainingProgress
 from recovery.account import Account
@@ -35,6 +36,7 @@ class SupervisorLog:
         self.step_time = time.monotonic()  # of the last record of a step, or since training goes on
         self._log = RunLog(options.out / "log.jsonl")
         self._progress = TrainingProgress(0, options.optimizer.num_steps, enabled=True)
+        self._live = Live(options)
 
     def __enter__(self) -> SupervisorLog:
         self._progress.__enter__()
@@ -44,6 +46,7 @@ class SupervisorLog:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.__exit__(kind, value, trace)
+        self._live.close()
         self._log.close()
 
     def take(self, report: Logged) -> None:
@@ -68,6 +71,7 @@ class SupervisorLog:
         """Append, and show what is of interest."""
         self._log.write(record)
         self._progress.record(record)
+        self._live.record(record)
 
     def note(self, text: str) -> None:
         """For the person who watches."""
@@ -81,9 +85,11 @@ class SupervisorLog:
         self.step_time = time.monotonic()
         return redone
 
-    def slow(self, rank: int, factor: float) -> None:
+    def slow(self, rank: int, factor: float, *, rebalance: bool) -> None:
         """A rank is persistently slower than its peers."""
         self.write(SlowRecord(time=time.time(), step=self.step, rank=rank, factor=factor))
+        hint = "" if rebalance else " --rebalance would give it less work."
+        self.note(f"rank {rank} takes {factor:.2f} x as long for its own work as its peers.{hint}")
 
     def end(self, reason: Literal["finished", "interrupted"]) -> None:
         """The run is over."""

@@ -48,3 +48,6 @@ class TrainOptions(Document):
     replan_seconds: PositiveFloat = 10.0  # to look for a plan without the lost devices
     profile: Path | None = None  # prices plans without the lost devices; None: shipped device data
     rebalance: bool = False  # give a slow device less work
+    metrics_port: PositiveInt | None = None  # serve Prometheus metrics; None: not
+    metrics_address: str = "127.0.0.1"
+    tensorboard: bool = False  # write scalars to RUN/tensorboard
