@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer.core
 import typer.main
 
 import cli
@@ -103,10 +104,12 @@ def test_commands_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_options_exist(page: Path) -> None:
-    commands = typer.main.get_command(cli.app).commands
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in re.findall(r"plait ([a-z-]+ [^`\n]*)", text):
+        commands = typer.main.get_command(cli.app).commands
         name, *words = line.split()
+        if name in commands and isinstance(commands[name], typer.core.TyperGroup):  # a command of a group
+            commands, name = commands[name].commands, words.pop(0)
         if name in commands:
             known = {option for parameter in commands[name].params for option in parameter.opts} | {"--help"}
             used = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)}
