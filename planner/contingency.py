@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pydantic import ValidationError
+
 from cost_models.interface import CostModel
 from cost_models.step import price
 from planner.explain import memory_limit
@@ -130,7 +132,10 @@ class Replanner:
             candidate = self._survivors.candidate(way, lost)
             if candidate is None:
                 break
-            found = _Priced(candidate, self._price(candidate, lost))
+            try:
+                found = _Priced(candidate, self._price(candidate, lost))
+            except ValidationError:  # a plan's own checks have the last word on what can run
+                return None
             over = found.predicted.peak_memory_bytes - self._limit
             if over <= 0 or (best is not None and (False, *found.rank(self._limit)[1:]) >= best):
                 break

@@ -1,4 +1,5 @@
-"""Who does how much of a step: whole micro-batches to unlike replicas, so that the slowest ends as early as can be.
+"""Who does how much of a step: whole micro-batches to unlike replicas, modules to unlike stages, so that the slowest
+ends as early as can be.
 
 minimise    max over replicas r of  fill_r + m_r seconds_r          m_r whole micro-batches of b_r sequences
 subject to  sum over r of  m_r b_r = batch,  m_r >= 1
@@ -7,8 +8,10 @@ subject to  sum over r of  m_r b_r = batch,  m_r >= 1
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 # Finish times looked at beyond the first at which all replicas together could do the batch; sizes of micro-batches
 # have small common multiples, after which nothing new comes.
@@ -94,3 +97,39 @@ def _spread(most: int, count: int, less: int) -> list[int]:
     """`most` for each of `count`, minus `less` in all, as evenly as can be; the larger ones first."""
     total = most * count - less
     return [total // count + (index < total % count) for index in range(count)]
+
+
+def deal_modules(work: Sequence[float], sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """Runs of modules for stages of so many ranks, with the least largest work per rank; None with fewer modules than
+    stages.  `work` of every module, in any unit.
+    """
+    if len(sizes) > len(work):
+        return None
+    low, high = 0.0, sum(work) / min(sizes)
+    best = _filled(work, sizes, high)
+    for _ in range(40):
+        middle = (low + high) / 2.0
+        found = _filled(work, sizes, middle)
+        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+    return None if best is None else [tuple(range(start, stop)) for start, stop in pairwise(best)]
+
+
+def _filled(work: Sequence[float], sizes: Sequence[int], most: float) -> tuple[int, ...] | None:
+    """Boundaries with at most `most` work per rank and a module for every stage; None when there are none."""
+    before = [0.0, *accumulate(work)]
+    number, came_from = len(work), [{0: 0}]  # of every stage: where it may end, and where it then began
+    for stage, size in enumerate(sizes):
+        limit, ends = most * size * (1.0 + 1e-12), {}
+        last = number - (len(sizes) - stage - 1)
+        covered = 0  # starts ascend, and so does how far they reach
+        for start in came_from[-1]:
+            furthest = min(bisect_right(before, before[start] + limit) - 1, last)
+            ends.update(dict.fromkeys(range(max(start, covered) + 1, furthest + 1), start))
+            covered = max(covered, furthest)
+        came_from.append(ends)
+    if number not in came_from[-1]:
+        return None
+    bounds = [number]
+    for ends in reversed(came_from[1:]):
+        bounds.append(ends[bounds[-1]])
+    return tuple(reversed(bounds))

@@ -14,12 +14,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from cost_models.activations import ACTIVATION_BYTES
-
 from cost_models.interface import CostModel
 from cost_models.reduced import candidates
 from planner.describe_loss import describe_loss
 from planner.refit import Fitted, Refit, Task
-from planner.shares import Worker, deal, finish_seconds
+from planner.shares import Worker, deal, deal_modules, finish_seconds
 from specs.layout import balanced_cuts, block_starts
 from specs.plan import ContingencyPolicy, Pipeline, Plan, Replica, Stage
 from specs.schedule import Schedule
@@ -81,7 +80,7 @@ class Survivors:
         self._domain = max(group.devices_per_node for group in plan.cluster.nodes)
         self.slack = Slack()
         self._healthy: dict[tuple[int, int, int], Part | None] = {}
-        self._work: list[float] | None = None
+        self._work: list[float] = []
         self._place = {name: index for index, (name, _) in enumerate(plan.model.modules())}
 
     def ways(self, lost: Sequence[int], *, few: bool = False) -> Iterator[Way]:
@@ -163,7 +162,8 @@ class Survivors:
             sizes = _left_in_stages(pipeline, replica, gone)
             if way.number != len(sizes) or min(sizes) < 1:
                 sizes = [b - a for a, b in pairwise(balanced_cuts(len(ranks), way.number))]
-            places = self._proportional(sizes)
+            self._work = self._work or self.refit.work()
+            places = deal_modules(self._work, sizes)
             part = None if places is None else self._composed(None, ranks, sizes, places, way.micro_batch)
             return None if part is None else [part]
         blocks = next((c for c in candidates(len(ranks)) if len(c) == way.number), ())
@@ -280,13 +280,17 @@ class Survivors:
         sequences = tuple(
             0 if gone.intersection(replica.ranks) else waiting[replica.pipeline].pop(0) for replica in plan.replicas
         )
+        pipelines = _sharded_alike(
+            [part.pipeline for part in (*kinds, *parts) if part is not None],
+            alike=len({m * worker.micro_batch for worker, own in zip(workers, shares, strict=True) for m in own}) == 1,
+        )
         every, replaced = [*plan.pipelines], {}
-        for number, part in zip(numbers, kinds, strict=True):
-            if part is not None and part.pipeline != plan.pipelines[number]:
-                replaced[number] = _number_of(part.pipeline, every)
+        for number, pipeline in zip(numbers, pipelines, strict=False):
+            if pipeline != plan.pipelines[number]:
+                replaced[number] = _number_of(pipeline, every)
         stand_ins = [
-            Replica(pipeline=_number_of(part.pipeline, every), ranks=part.ranks, sequences=own[0] * worker.micro_batch)
-            for part, worker, own in zip(parts, workers[len(kinds) :], shares[len(kinds) :], strict=True)
+            Replica(pipeline=_number_of(pipeline, every), ranks=part.ranks, sequences=own[0] * pipeline.micro_batch)
+            for part, pipeline, own in zip(parts, pipelines[len(kinds) :], shares[len(kinds) :], strict=True)
         ]
         return Candidate(
             policy=policy,
@@ -302,21 +306,6 @@ class Survivors:
     def _places(self, pipeline: Pipeline) -> list[tuple[int, ...]]:
         """Places in the chain of every stage's modules."""
         return [tuple(self._place[placement.module] for placement in stage.modules) for stage in pipeline.stages]
-
-    def _proportional(self, sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
-        """Places that give every stage work in proportion to its ranks: least largest work per rank."""
-        if self._work is None:
-            self._work = self.refit.work()
-        work, number = self._work, len(sizes)
-        if number > len(work):
-            return None
-        low, high = 0.0, sum(work) / min(sizes)
-        best = _filled(work, sizes, high)
-        for _ in range(40):
-            middle = (low + high) / 2.0
-            found = _filled(work, sizes, middle)
-            low, high, best = (middle, high, best) if found is None else (low, middle, found)
-        return None if best is None else [tuple(range(start, stop)) for start, stop in pairwise(best)]
 
     def _micro_batches(self, pipeline: Pipeline, left: int, *, alone: bool, few: bool) -> list[int]:
         """The pipeline's own, and those that the ranks left of a stage share evenly; `alone`: divisors of the batch
@@ -345,6 +334,27 @@ class Survivors:
         return sorted({number for number in (1, own - 1, own, own + 1) if 1 <= number <= left})
 
 
+def _sharded_alike(pipelines: list[Pipeline], *, alike: bool) -> list[Pipeline]:
+    """The pipelines; weights that were sharded (zero 3) are not where replicas become unlike in shape or share."""
+    if alike and all(pipeline == pipelines[0] for pipeline in pipelines):
+        return pipelines
+    return [
+        pipeline.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(
+                        update={"modules": tuple(p.model_copy(update={"zero": min(p.zero, 2)}) for p in stage.modules)}
+                    )
+                    for stage in pipeline.stages
+                )
+            }
+        )
+        if any(p.zero == 3 for stage in pipeline.stages for p in stage.modules)
+        else pipeline
+        for pipeline in pipelines
+    ]
+
+
 def _schedule(old: Pipeline | None) -> Schedule:
     """A given schedule is of one number of micro-batches, so it does not outlive a change of shares."""
     if old is None:
@@ -364,18 +374,3 @@ def _number_of(pipeline: Pipeline, every: list[Pipeline]) -> int:
     if pipeline not in every:
         every.append(pipeline)
     return every.index(pipeline)
-
-
-def _filled(work: Sequence[float], sizes: Sequence[int], most: float) -> tuple[int, ...] | None:
-    """Boundaries when each stage takes modules in turn up to `most` work per rank; None when some are left over."""
-    bounds, index = [0], 0
-    for stage, size in enumerate(sizes):
-        room, stages_left = most * size * (1.0 + 1e-12), len(sizes) - stage - 1
-        first = index
-        while index < len(work) - stages_left and (index == first or work[index] <= room):
-            room -= work[index]
-            index += 1
-        if room < -1e-12 * most * size - 1e-300:
-            return None
-        bounds.append(index)
-    return tuple(bounds) if index == len(work) else None

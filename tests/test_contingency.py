@@ -14,7 +14,7 @@ from cost_models.sources import device_costs, survivors_costs
 from cost_models.step import price
 from executor.layout import Layout, tensor_holdings
 from planner.contingency import Replanner, contingencies, kinds_of_ranks, replan
-from planner.shares import Worker, deal, finish_seconds
+from planner.shares import Worker, deal, deal_modules, finish_seconds
 from specs.cluster import ClusterSpec
 from specs.contingency import find_contingency, plan_after, processes
 from specs.errors import BadInputError, NoPlanFitsError
@@ -54,6 +54,24 @@ def test_shares_add_up_and_end_as_early_as_any(batch: int, kinds: list[Worker]) 
         assert finish_seconds(kinds, shares) == pytest.approx(min(ends))
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    work=st.lists(st.integers(0, 9), min_size=1, max_size=7), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4)
+)
+def test_modules_go_to_stages_by_their_ranks(work: list[int], sizes: list[int]) -> None:
+    """Least largest work per rank over all ways to cut the chain, every stage with a module at least."""
+    cuts = itertools.combinations(range(1, len(work)), len(sizes) - 1)
+    bounds = [(0, *inner, len(work)) for inner in cuts]
+    runs = [list(itertools.pairwise(one)) for one in bounds]
+    largest = [max(sum(work[a:b]) / size for (a, b), size in zip(one, sizes, strict=True)) for one in runs]
+    found = deal_modules([float(w) for w in work], sizes)
+    assert (found is None) == (not bounds)
+    if found is not None:
+        assert [index for run in found for index in run] == list(range(len(work)))
+        mine = max(sum(work[i] for i in run) / size for run, size in zip(found, sizes, strict=True))
+        assert mine == pytest.approx(min(largest))
+
+
 def two_of_four(**options: Any) -> Plan:
     shape = ReplicaShape([StageShape(4)], 1, 6)
     return build(small_model(), [shape, shape], **options)
@@ -69,6 +87,10 @@ PLANS: dict[str, Plan] = {
     "gpipe": build(small_model(), [ReplicaShape([StageShape(1)] * 2, 1, 6, "gpipe")] * 2),
     "replicas of one": build(small_model(), [ReplicaShape([StageShape(1)], 1, 4)] * 4),
     "zero 1, recompute": two_of_four(zero=1, recompute="selective"),
+    "zero-bubble": build(small_model(), [ReplicaShape([StageShape(2), StageShape(2)], 1, 6, "zb-h1")] * 2),
+    "zero 2": two_of_four(zero=2),
+    "zero 3": two_of_four(zero=3),
+    "zero 3, replicas of one": build(small_model(), [ReplicaShape([StageShape(1)], 1, 6)] * 4, zero=3),
     "equal replicas": even_plan(ranks=4, replicas=3, micro_batches=4, on=cluster(12, per_node=12)),
 }
 
