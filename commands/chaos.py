@@ -28,6 +28,7 @@ def chaos(
     checkpoint_every: Annotated[int | None, typer.Option(min=0, help="As in `plait train`.")] = None,
     on_loss: Annotated[Literal["shrink", "restart", "stop"] | None, typer.Option(help="As in `plait train`.")] = None,
     hang_seconds: Annotated[float | None, typer.Option(min=1, help="As in `plait train`.")] = None,
+    rebalance: Annotated[bool | None, typer.Option("--rebalance/--no-rebalance", help="As in `plait train`.")] = None,
     profile: Annotated[Path | None, typer.Option(help="As in `plait train`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the interruptions as JSON.")] = False,
 ) -> None:
@@ -60,6 +61,7 @@ def chaos(
         "checkpoint_every": checkpoint_every,
         "on_loss": on_loss,
         "hang_seconds": hang_seconds,
+        "rebalance": rebalance,
         "profile": None if profile is None else profile.resolve(),
     }
     report = run_drill(source, out, given, faults=faults, returns=returns)

@@ -55,6 +55,7 @@ from specs.options import TrainOptions
 from specs.plan import Plan, StepTerms
 from specs.runlog import Record, StepRecord
 
+STORE_SECONDS = 6.0  # to reach the store that they meet in
 FORMING_SECONDS = 60.0  # for all members to meet
 
 
@@ -239,14 +240,16 @@ class Member:
                 raise SupervisorLostError
             place = self._control.next()
         drill.recovering(order.generation)
+        # A store whose host has just died would be tried for as long as this; one that lives answers at once.
         store = dist.TCPStore(
             place.host,
             place.port,
             None,
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=FORMING_SECONDS),
+            timeout=timedelta(seconds=STORE_SECONDS),
         )
+        store.set_timeout(timedelta(seconds=FORMING_SECONDS))
         dist.init_process_group(
             self._backend,
             store=store,

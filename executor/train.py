@@ -36,6 +36,7 @@ from specs.runlog import (
     CheckpointRecord,
     EndRecord,
     EvaluationRecord,
+    ExpertLoadRecord,
     MemoryRecord,
     Record,
     StartRecord,
@@ -254,8 +255,10 @@ class Run:
             if step > evaluated and ((every and step % every == 0) or (step == last and not stopping)):
                 self._evaluate(step)
             every = self._options.checkpoint_every
-            if step > saved and ((every and step % every == 0) or step == last or stopping):
+            # A save that was under way when peers were lost is made up for at once.
+            if step > saved and ((every and step // every > saved // every) or step == last or stopping):
                 self._save(step)
+                saved = step
             if step >= last or stopping:
                 self._finish_save()
                 return step, "interrupted" if stopping else "finished"
@@ -324,8 +327,23 @@ class Run:
             )
         )
 
+    def _write_expert_load(self, step: int) -> None:
+        """How even the routers were in the step that was just made, of models that have them."""
+        if not any(module.kind == "moe" for _, module in self._plan.model.modules()):
+            return
+        total: dict[str, list[int]] = {}
+        for own in self._by_rank(self._engine.expert_load()).values():
+            for name, counts in own.items():
+                before = total.get(name, [0] * len(counts))
+                total[name] = [a + b for a, b in zip(before, counts, strict=True)]
+        # Recomputation routes twice, so that shares are kept and not counts; none before the first step.
+        share = {name: tuple(n * len(c) / sum(c) for n in c) for name, c in sorted(total.items()) if sum(c)}
+        if share:
+            self._outlet.record(ExpertLoadRecord(time=time.time(), step=step, share=share))
+
     def _evaluate(self, step: int) -> None:
         self._outlet.phase("evaluating")
+        self._write_expert_load(step)
         begin = time.time()
         batches = self._options.evaluation_batches
         with self._ledger.bucket("evaluation"):

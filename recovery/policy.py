@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cost_models.sources import survivors_costs
 from planner.contingency import replan
 from planner.start import read_profile
+from recovery.rebalance import rebalance
 from specs.contingency import find_contingency, plan_after
 from specs.options import TrainOptions
 from specs.plan import Alternative, Plan
@@ -23,8 +24,9 @@ class Way:
     rejected: tuple[str, ...] = ()
 
 
-# Gives the way on without some ranks of the run's plan, or raises a `PlaitError` that says why there is none.
-WayOn = Callable[[frozenset[int]], Way]
+# Gives the way on without some ranks of the run's plan and with some slow ones (factor by rank), or raises a
+# `PlaitError` that says why there is none.
+WayOn = Callable[[frozenset[int], Mapping[int, float]], Way]
 
 
 class Policy:
@@ -35,8 +37,23 @@ class Policy:
         self._profile = read_profile(options.profile)
         self._seconds = options.replan_seconds
 
-    def way_on(self, lost: frozenset[int]) -> Way:
-        """Without these devices.  Raises `NoPlanFitsError` or `TimeLimitError` when there is no way."""
+    def way_on(self, lost: frozenset[int], slow: Mapping[int, float] | None = None) -> Way:
+        """Without the lost devices, with less work for the slow ones (factor by rank).
+
+        Raises `NoPlanFitsError` or `TimeLimitError` when there is no way, `BadInputError` when it cannot be priced.
+        """
+        way = self._without(lost)
+        used = {rank: factor for rank, factor in (slow or {}).items() if rank in ranks_of(way.plan)}
+        if not used:
+            return way
+        speeds = {rank: 1.0 / factor for rank, factor in used.items()}
+        cluster = way.plan.cluster.model_copy(update={"slow": {**way.plan.cluster.slow, **speeds}})
+        plan = way.plan.model_copy(update={"cluster": cluster})
+        found = rebalance(plan, used, survivors_costs(self._profile, plan.training, cluster))
+        layout = "; ".join(filter(None, (way.layout, found.layout or "no other cut is faster")))
+        return Way(found.plan, way.policy, layout, way.rejected)
+
+    def _without(self, lost: frozenset[int]) -> Way:
         used = sorted(lost.intersection(ranks_of(self._plan)))
         if not used:
             return Way(self._plan, "as planned", "")

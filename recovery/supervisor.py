@@ -44,7 +44,7 @@ from specs.plan import Plan
 from specs.runlog import StepRecord
 
 PING_SECONDS = 1.0
-LEAVE_SECONDS = 10.0  # beyond two steps: to get out of collectives; who cannot is started again
+LEAVE_SECONDS = 15.0  # beyond two steps: to get out of collectives; who cannot is started again
 END_SECONDS = 5.0  # for workers to end when nothing is left to do
 AFTER_CRASH = "The same command with --resume continues from the last checkpoint."
 MAX_BREAKS = 5  # generations in a row that break without a step
@@ -85,7 +85,8 @@ class Supervisor:
         self._stop_by = float("inf")
         self._pinged = 0.0
         self._slowness = Slowness({})
-        self._slow: dict[int, float] = {}
+        self._slow: dict[int, float] = {}  # factor by rank, as it was found
+        self._lighter: dict[int, float] = {}  # those of them that get less work
 
     # ---- the run
 
@@ -274,7 +275,7 @@ class Supervisor:
                 raise _BrokenError
             self._look_for_slow_ranks()
             self._call_back()
-            wanted = self._stop_asked or any(self._workers.is_ready(rank) for rank in self._lost)
+            wanted = self._stop_asked or self._back or self._heavy
             if wanted and not generation.is_pausing:
                 generation.is_pausing = True
                 self._tell(generation.members, Pause())
@@ -284,14 +285,28 @@ class Supervisor:
         generation = self._generation
         generation.paused.clear()
         generation.is_pausing = False
-        back = {rank for rank in self._lost if self._workers.is_ready(rank)}
-        if back and not self._stop_asked:
-            self._open_incident().returned |= back
+        back, heavy = self._back, self._heavy
+        if (back or heavy) and not self._stop_asked:
+            incident = self._open_incident()
+            incident.returned |= back
+            incident.slow.update(heavy)
+            self._lighter.update(heavy)
             for rank in back:
                 del self._lost[rank]
-            generation.breaks(f"{words(back)} is back")
+            generation.breaks(f"{words(back)} back" if back else f"{words(heavy)} slow")
         else:
             self._tell(generation.members, Continue(stop=bool(self._stop_asked)))
+
+    @property
+    def _back(self) -> set[int]:
+        """Lost devices that have a worker again."""
+        return {rank for rank in self._lost if self._workers.is_ready(rank)}
+
+    @property
+    def _heavy(self) -> dict[int, float]:
+        """Slow ranks that are to get less work."""
+        found = {rank: factor for rank, factor in self._slow.items() if rank not in self._lighter}
+        return found if self._options.rebalance else {}
 
     def _call_back(self) -> None:
         """Start workers on lost devices whose time has come; training goes on until they are ready."""
@@ -323,7 +338,7 @@ class Supervisor:
         for rank, factor in self._slowness.slow_ranks().items():
             if rank not in self._slow:
                 self._slow[rank] = factor
-                self._log.slow(rank, factor)
+                self._log.slow(rank, factor, rebalance=self._options.rebalance)
 
     # ---- going on
 
@@ -356,15 +371,14 @@ class Supervisor:
         """The plan for the devices that are left."""
         incident = self._open_incident()
         incident.enter("replanning")
-        if not self._lost:
-            self._way = Way(self._original, "as planned", "")
-        elif self._options.on_loss == "restart":
+        if self._lost and self._options.on_loss == "restart":
             self._restart_lost()
         else:
             try:
-                self._way = self._way_on(frozenset(self._lost))
+                self._way = self._way_on(frozenset(self._lost), self._lighter)
             except PlaitError as error:
-                self._log.note(f"{error} The lost workers are started again on their devices.")
+                then = "The lost workers are started again on their devices." if self._lost else "The plan stays."
+                self._log.note(f"{error} {then}")
                 self._restart_lost()
         incident.enter("reforming")
 

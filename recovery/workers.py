@@ -173,7 +173,7 @@ class Workers:
             self._close(worker.lines)
         code = worker.process.returncode
         if code < 0:
-            hint = " (the machine may have run out of memory)" if code == -signal.SIGKILL else ""
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             return Lost(rank, f"was ended by {signal.Signals(-code).name}{hint}")
         return Lost(rank, f"ended with exit code {code}", crashed=code != 0)
 

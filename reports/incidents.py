@@ -1,4 +1,4 @@
-"""Interruptions of a run as a table: what happened, how it went on, and where the seconds went."""
+"""Interruptions of a run: what happened, how it went on, and where the seconds went."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from specs.runlog import IncidentRecord
+from specs.runlog import INCIDENT_BUCKETS, IncidentRecord
 from specs.units import seconds as format_seconds
-
-PARTS = ("failure_detection", "partial_step", "replanning", "reforming", "state_transfer")
 
 
 def render(incidents: Iterable[IncidentRecord]) -> Table:
-    """One row for each interruption; seconds by part."""
-    table = Table(title="Interruptions", title_justify="left", box=None, pad_edge=False)
-    for heading in ("after step", "what happened", "went on with", "ranks", "state from", "redone"):
-        table.add_column(heading)
-    for part in PARTS:
-        table.add_column(part.replace("_", " "), justify="right")
+    """Three rows for each interruption."""
+    table = Table(title="Interruptions", title_justify="left", title_style="bold", box=None, show_header=False)
     for record in incidents:
-        batch = "" if record.batch_kept else f", batch {record.global_batch}"
+        batch = "" if record.batch_kept else f", {record.global_batch} sequences per step"
+        redone = f", {record.redone_steps} steps trained again" if record.redone_steps else ", no step lost"
+        parts = [
+            f"{part.replace('_', ' ')} {format_seconds(record.seconds[part])}"
+            for part in INCIDENT_BUCKETS
+            if record.seconds.get(part)
+        ]
+        table.add_row(f"after step {record.step}", record.cause)
         table.add_row(
-            str(record.step),
-            record.cause,
-            f"{record.policy}{batch}",
-            str(record.world_size),
-            record.source,
-            str(record.redone_steps),
-            *(format_seconds(record.seconds.get(part, 0.0)) for part in PARTS),
+            "", f"went on with {record.world_size} ranks: {record.policy}{batch}; {record.layout}".rstrip("; ")
         )
+        table.add_row("", f"state from {record.source}{redone}; {', '.join(parts)}")
     return table

@@ -95,6 +95,15 @@ class ActionsRecord(Spec):
     actions: dict[int, tuple[TimedAction, ...]]  # by rank
 
 
+class ExpertLoadRecord(Spec):
+    """How the router of each mixture of experts dealt out the tokens of one step: 1.0 is an even share."""
+
+    kind: Literal["expert_load"] = "expert_load"
+    time: float
+    step: NonNegativeInt
+    share: dict[str, tuple[NonNegativeFloat, ...]]  # by module, then by expert
+
+
 class EvaluationRecord(_Measured):
     """Loss on held-out data."""
 
@@ -194,6 +203,7 @@ Record = Annotated[
     | StepRecord
     | MemoryRecord
     | ActionsRecord
+    | ExpertLoadRecord
     | EvaluationRecord
     | CheckpointRecord
     | IncidentRecord
