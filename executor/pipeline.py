@@ -49,10 +49,12 @@ class _Outbox:
         chunk = chunk.detach().contiguous()
         parts = [(process, chunk[tokens.start : tokens.stop]) for process, tokens in self.transfers]
         self.sent.append([(dist.isend(part, process, group=self.group), part) for process, part in parts])
+        while self.sent and all(work.is_completed() for work, _ in self.sent[0]):
+            self.sent.popleft()
         self.finish(self.most_under_way)
 
     def finish(self, under_way: int = 0) -> None:
-        """Wait for the oldest until no more than that many are left."""
+        """Wait for the oldest until no more than that many are left (gloo knows of no end before it is waited for)."""
         while len(self.sent) > under_way:
             for work, _ in self.sent.popleft():
                 work.wait()

@@ -1,0 +1,145 @@
+"""A rank played with fake tensors, against the formulas and against real execution."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cost_models.rank_work import PlanWork, RankWork, seat_of
+from executor.dry_run import dry_run
+from specs.model import ModelSpec
+from specs.plan import Plan
+from specs.presets import model_preset
+from tests.layouts import ReplicaShape, StageShape, build, small_model
+
+if TYPE_CHECKING:
+    from tests.gloo import GlooPool
+
+# Presets that the executor runs.
+PRESETS = (
+    "gpt2",
+    "llama-3-8b",
+    "llama-3-70b",
+    "llama-3-405b",
+    "mixtral-8x7b",
+    "nemotron-super-49b",
+    "nemotron-ultra-253b",
+    "openelm-3b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+)
+
+
+def agree(played: RankWork, formulas: RankWork, *, whole: bool = True) -> None:
+    """Not `whole`: experts get whole tokens, in the formulas fractions."""
+    # Sharded buckets are padded to the number of their owners.
+    assert played.weight_bytes == pytest.approx(formulas.weight_bytes, rel=1e-6)
+    assert played.gradient_bytes == pytest.approx(formulas.gradient_bytes, rel=1e-6)
+    assert played.optimizer_bytes == pytest.approx(formulas.optimizer_bytes, rel=1e-6)
+    assert played.activation_bytes == pytest.approx(formulas.activation_bytes, rel=0.02)
+    assert played.flop == pytest.approx(formulas.flop, rel=1e-9 if whole else 2e-2)
+    assert played.sent_bytes == pytest.approx(formulas.sent_bytes, rel=1e-6 if whole else 2e-2)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_play_as_the_formulas_say(name: str) -> None:
+    """Two replicas of stages of a few modules each; bf16, sharded optimizer."""
+    model = model_preset(name)
+    num_ranks = 8 if name.startswith("qwen3") else 2  # of many experts each rank gets few
+    stages = [StageShape(num_ranks)] * max(2, len(model.modules()) // 5)
+    plan = build(model, [ReplicaShape(stages, 1, 2)] * 2, seq_len=512, zero=1)
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"precision": "bf16"})})
+    seat = seat_of(plan, num_ranks)
+    has_experts = any(module.kind == "moe" for _, module in model.modules())
+    agree(dry_run(plan, seat.process), PlanWork(plan).of(seat), whole=not has_experts)
+
+
+def shapes(model: ModelSpec, seq_len: int) -> dict[str, Plan]:
+    """Name -> plan."""
+    two = [StageShape(2), StageShape(2)]
+    around = ("F0 1F0 F1 1F1 1B1 1B0 B1 I0 W0", "F0 F1 1F0 1F1 1I1 1B0 B1 1W1 B0")
+    given = ReplicaShape([StageShape(1), StageShape(1)], 1, 2, "given", 2, actions=around)
+    unlike = [ReplicaShape([StageShape(4)], 1, 2), ReplicaShape([StageShape(3)], 1, 1)]
+    return {
+        "mixed blocks": build(model, [ReplicaShape([StageShape(4, {"mlp": (2, 2)})], 2, 4)], seq_len=seq_len),
+        "full, interleaved": build(
+            model, [ReplicaShape(two, 1, 3, "interleaved", 2)], recompute="full", seq_len=seq_len
+        ),
+        "selective, zero bubble": build(
+            model, [ReplicaShape(two, 1, 3, "zb-h1")], recompute="selective", seq_len=seq_len
+        ),
+        "given": build(model, [given], seq_len=seq_len),
+        "replicas tp 4 and tp 3": build(model, unlike, zero=1, seq_len=seq_len),
+    }
+
+
+def large() -> ModelSpec:
+    """Two layers of Llama 3 8B: what the formulas leave out (statistics of norms, tables) is small beside them."""
+    whole = model_preset("llama-3-8b")
+    return whole.model_copy(update={"layers": whole.layers[:2]})
+
+
+LARGE = shapes(large(), 256)
+SMALL = shapes(small_model(), 8)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_shapes_play_as_the_formulas_say(name: str) -> None:
+    plan = LARGE[name]
+    formulas = PlanWork(plan)
+    for seat in formulas.fullest_seats():
+        agree(dry_run(plan, seat.process), formulas.of(seat))
+
+
+def run_static(plan_json: str) -> tuple[int, int]:
+    """Bytes of weights, gradients and states on this rank, and at its most: what a real step had."""
+    from executor.engine import Engine
+    from executor.memory import measure_step
+    from tests.parity import OPTIONS, tokens_of
+
+    plan = Plan.model_validate_json(plan_json)
+    engine = Engine(plan, OPTIONS, device=torch.device("cpu"), seed=0)
+    tokens = tokens_of(plan.model, plan.training.global_batch, plan.training.seq_len, 1)
+    with measure_step(engine) as readings:
+        engine.step(1, lambda first, count: tokens[first : first + count])
+    return readings[0].static_bytes, readings[0].peak_bytes
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["selective, zero bubble", "given"])
+def test_real_ranks_hold_what_was_played(gloo_pool: GlooPool, name: str) -> None:
+    plan = SMALL[name]
+    real = gloo_pool.run(run_static, plan.world_size, plan.model_dump_json())
+    for seat in PlanWork(plan).fullest_seats():
+        played = dry_run(plan, seat.process)
+        static, peak = real[seat.process]
+        states = played.weight_bytes + played.gradient_bytes + played.optimizer_bytes
+        assert static == states
+        assert peak >= states + 0.98 * played.activation_bytes
+
+
+def test_command(tmp_path: Path) -> None:
+    from cli import app
+
+    plan = SMALL["selective, zero bubble"]
+    path = tmp_path / "plan.json"
+    path.write_text(plan.model_dump_json())
+    result = CliRunner().invoke(app, ["dry-run", str(path), "--rank", "3", "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout[result.stdout.index("[") :])
+    assert (row["rank"], row["stage"], row["position"]) == (3, 1, 1)
+    assert row["played"]["flop"] == row["formulas"]["flop"] > 0
+    table = CliRunner().invoke(app, ["dry-run", str(path), "--rank", "0"]).output
+    assert "operations" in table
+    assert "point to point sent" in table
+
+
+def test_unlike_ranks_are_played_once() -> None:
+    plan = build(small_model(), [ReplicaShape([StageShape(2), StageShape(2)], 1, 2)] * 3)
+    assert len(PlanWork(plan).unlike_seats()) <= 4
+    assert [seat.stage for seat in PlanWork(plan).fullest_seats()] == [0, 1]
