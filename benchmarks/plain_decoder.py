@@ -31,21 +31,24 @@ MODEL = ModelSpec(
 class PlainLayer(nn.Module):
     """Pre-norm attention and gated MLP as anyone would write them."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: Attention, mlp: Mlp) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(HIDDEN, eps=1e-5), nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.query = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False)
-        self.key, self.value = (nn.Linear(HIDDEN, KV_HEADS * WIDTH, bias=False) for _ in range(2))
-        self.output = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
-        self.gate, self.up = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
-        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+        hidden, self.attention = attention.hidden, attention
+        heads, kv_heads = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
+        self.query = nn.Linear(hidden, heads, bias=False)
+        self.key, self.value = (nn.Linear(hidden, kv_heads, bias=False) for _ in range(2))
+        self.output = nn.Linear(heads, hidden, bias=False)
+        self.gate, self.up = (nn.Linear(hidden, mlp.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(mlp.ffn, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.attention_norm(x)
         batch, length = x.shape[:2]
         parts = (self.query(normed), self.key(normed), self.value(normed))
-        q, k, v = (part.view(batch, length, -1, WIDTH).transpose(1, 2) for part in parts)
-        cos, sin = _rotary_table(length)
+        width = self.attention.head_dim
+        q, k, v = (part.view(batch, length, -1, width).transpose(1, 2) for part in parts)
+        cos, sin = _rotary_table(self.attention.rope_theta, width, length, x.dtype, x.device)
         q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.output(y.transpose(1, 2).reshape(batch, length, -1))
@@ -54,10 +57,12 @@ class PlainLayer(nn.Module):
 
 
 @cache
-def _rotary_table(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    frequencies = 10000.0 ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
+def _rotary_table(
+    theta: float, width: int, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -68,13 +73,17 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 class PlainDecoder(nn.Module):
     """Some consecutive layers, with the embedding in front of the first and the head behind the last."""
 
-    def __init__(self, first: int = 0, last: int = LAYERS) -> None:
+    def __init__(self, first: int = 0, last: int | None = None, model: ModelSpec = MODEL) -> None:
         super().__init__()
-        self.first = first
-        self.embedding = nn.Embedding(VOCAB, HIDDEN) if first == 0 else None
-        self.layers = nn.ModuleList(PlainLayer() for _ in range(first, last))
-        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5) if last == LAYERS else None
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False) if last == LAYERS else None
+        last = model.num_layers if last is None else last
+        self.first, self.model = first, model
+        self.embedding = nn.Embedding(model.vocab, model.hidden) if first == 0 else None
+        modules = dict(model.modules())
+        names = [(f"layer.{i}.attention", f"layer.{i}.mlp") for i in range(first, last)]
+        self.layers = nn.ModuleList(PlainLayer(modules[one], modules[two]) for one, two in names)
+        is_last = last == model.num_layers
+        self.norm = nn.RMSNorm(model.hidden, eps=1e-5) if is_last else None
+        self.head = nn.Linear(model.hidden, model.vocab, bias=False) if is_last else None
         self._load()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,29 +97,28 @@ class PlainDecoder(nn.Module):
         """The same first weights as the executor's."""
         with torch.no_grad():
             if self.embedding is not None:
-                self.embedding.weight.copy_(_weight("embedding", "weight"))
+                self.embedding.weight.copy_(self._weight("embedding", "weight"))
             if self.head is not None:
-                self.head.weight.copy_(_weight("head", "weight"))
+                self.head.weight.copy_(self._weight("head", "weight"))
             for offset, layer in enumerate(self.layers):
                 for part, names in (
                     ("attention", ("query", "key", "value", "output")),
                     ("mlp", ("gate", "up", "down")),
                 ):
                     for name in names:
-                        value = _weight(f"layer.{self.first + offset}.{part}", name)
+                        value = self._weight(f"layer.{self.first + offset}.{part}", name)
                         transposed = name in ("output", "down")
                         getattr(layer, name).weight.copy_(value.t() if transposed else value)
 
-
-def _weight(module_name: str, tensor_name: str) -> torch.Tensor:
-    module = dict(MODEL.modules())[module_name]
-    tensor = next(t for t in tensors_of(module) if t.name == tensor_name)
-    values = initial_values(
-        f"{module_name}.{tensor_name}",
-        Interval(0, tensor.num_elements),
-        tensor.init,
-        num_layers=LAYERS,
-        seed=0,
-        dtype=torch.float32,
-    )
-    return values.view(tensor.shape(tensor.rows))
+    def _weight(self, module_name: str, tensor_name: str) -> torch.Tensor:
+        module = dict(self.model.modules())[module_name]
+        tensor = next(t for t in tensors_of(module) if t.name == tensor_name)
+        values = initial_values(
+            f"{module_name}.{tensor_name}",
+            Interval(0, tensor.num_elements),
+            tensor.init,
+            num_layers=self.model.num_layers,
+            seed=0,
+            dtype=torch.float32,
+        )
+        return values.view(tensor.shape(tensor.rows))
