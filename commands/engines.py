@@ -8,6 +8,8 @@ from typing import Literal
 
 from exports.engine import Runnable, as_it_is, nearest
 from exports.megatron import MEGATRON
+from exports.megatron_ntp import is_damaged, reduced_of
+from exports.megatron_ntp import write as write_reduced
 from exports.shape import recompute
 from exports.torchtitan import TORCHTITAN
 from planner.make import Problem, make_plan
@@ -38,6 +40,8 @@ def export_to_engine(
         engine.check_model(plan.model)
     except BadInputError as refusal:
         raise BadInputError(f"{engine.name} cannot run this model: {refusal}.") from None
+    if to == "megatron" and is_damaged(plan):
+        return _reduced(plan), ""
     try:
         runnable = as_it_is(plan, engine)
         return engine.write(runnable.plan, runnable.shape), ""
@@ -61,6 +65,14 @@ def export_to_engine(
         f"{num_bytes(prediction.peak_memory_bytes)}."
     )
     return engine.write(found.plan, shape), told
+
+
+def _reduced(plan: Plan) -> str:
+    """Replicas that lost ranks have no nearest plan: what is lost is lost."""
+    try:
+        return write_reduced(reduced_of(plan))
+    except BadInputError as refusal:
+        raise BadInputError(f"Megatron-LM cannot run this plan: {refusal}.") from None
 
 
 def _nearest(

@@ -22,6 +22,7 @@ from cost_models.step import price
 from exports.engine import as_it_is, nearest
 from exports.launch import write_slurm, write_torchrun
 from exports.megatron import MEGATRON, read_arguments
+from exports.megatron_ntp import reduced_of
 from exports.pipeline_layout import format_layout, layers_per_stage, parse_layout
 from exports.shape import Shape, loose_shape_of, plan_of, shape_of
 from exports.torchtitan import TORCHTITAN, module_names
@@ -384,6 +385,45 @@ def damaged_plan() -> Plan:
         for replica, ranks in zip(plan.replicas, ((0, 1, 2), (4, 6, 7)), strict=True)
     )
     return plan.model_copy(update={"cluster": cluster, "replicas": replicas})
+
+
+def reduced_plan(num_lost: int = 2, **update: object) -> Plan:
+    """Three replicas of four ranks, of which the second lost its last ones."""
+    healthy = plans.plan(
+        ranks=4, replicas=3, micro_batch=1, model=plans.tiny_model(num_kv_heads=8), on=plans.cluster(12, per_node=4)
+    )
+    fewer = plans.plan(ranks=4 - num_lost, micro_batch=1, model=healthy.model).pipelines[0]
+    ranks = ((0, 1, 2, 3), tuple(range(4, 8 - num_lost)), (8, 9, 10, 11))
+    replicas = tuple(
+        replica.model_copy(update={"ranks": own, "pipeline": int(len(own) < 4)})
+        for replica, own in zip(healthy.replicas, ranks, strict=True)
+    )
+    cluster = plans.cluster(12, per_node=4).model_copy(update={"missing": tuple(range(8 - num_lost, 8))})
+    changed = {"pipelines": (*healthy.pipelines, fewer), "replicas": replicas, "cluster": cluster, **update}
+    return healthy.model_copy(update=changed)
+
+
+def test_reduced_replicas_become_nonuniform_tensor_parallelism(tmp_path: Path) -> None:
+    reduced_plan().save(tmp_path / "plan.json")
+    result = CliRunner().invoke(cli.app, ["export", str(tmp_path / "plan.json"), "--to", "megatron"])
+    assert result.exit_code == 0, result.exception
+    assert (
+        "NonuniformTPConfig(tp_base=4, tp_spares=2, num_reduced_tp_dp_ranks=1, "
+        "non_active_ranks_per_dp={(1, 0, 0): [2, 3]})"
+    ) in result.stdout
+    assert read_arguments(result.stdout)["--tensor-model-parallel-size"] == ("4",)
+
+
+def test_what_nonuniform_tensor_parallelism_cannot_state() -> None:
+    with pytest.raises(BadInputError, match="8 query heads are not a multiple of tensor-parallel degree 3"):
+        reduced_of(reduced_plan(num_lost=1))
+    plan = reduced_plan()
+    shares = tuple(r.model_copy(update={"sequences": 1 + r.pipeline}) for r in plan.replicas)
+    with pytest.raises(BadInputError, match="unlike shares of the batch"):
+        reduced_of(plan.model_copy(update={"replicas": shares}))
+    composed = plans.plan(ranks=2, degree=1, model=plan.model).pipelines[0]
+    with pytest.raises(BadInputError, match="composes its 2 ranks by module"):
+        reduced_of(plan.model_copy(update={"pipelines": (plan.pipelines[0], composed)}))
 
 
 def programs(folder: Path) -> dict[str, str]:
