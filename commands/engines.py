@@ -12,7 +12,8 @@ from exports.megatron_ntp import is_damaged, reduced_of
 from exports.megatron_ntp import write as write_reduced
 from exports.shape import recompute
 from exports.torchtitan import TORCHTITAN
-from planner.make import Problem, make_plan
+from planner.make import make_plan
+from planner.problem import Problem
 from planner.start import costs_from, read_profile
 from specs.errors import BadInputError, PlaitError
 from specs.plan import Plan, Prediction
