@@ -1,7 +1,7 @@
 """What a run with known failures should take: the same trace of losses and returns, second by second, by bucket.
 
 wall = start-up + sum over events of (detection + re-planning + re-forming + state transfer + partial step)
-     + (kept steps + steps trained again) x step seconds of the layout that ran them + saves x stall
+     + (kept steps + steps trained again) x step seconds of the layout that ran them + saves x stall + evaluation
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Event:
 class Interruptions:
     """Seconds of one interruption, measured or assumed; `partial_step` is the part of a step that a fault spoils.
 
-    `startup` once a run; each of `num_saves` saves stalls training for `save`.
+    `startup` and `evaluation` once a run; each of `num_saves` saves stalls training for `save`.
     """
 
     detection: float
@@ -47,12 +47,13 @@ class Interruptions:
     state_transfer: float
     partial_step: float = 0.5
     startup: float = 0.0
+    evaluation: float = 0.0
     save: float = 0.0
     num_saves: int = 0
 
-    def with_run(self, *, startup: float, save: float, num_saves: int) -> Interruptions:
+    def with_run(self, *, startup: float, evaluation: float, save: float, num_saves: int) -> Interruptions:
         """The same beside what a run takes without any interruption."""
-        return replace(self, startup=startup, save=save, num_saves=num_saves)
+        return replace(self, startup=startup, evaluation=evaluation, save=save, num_saves=num_saves)
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def predict_trace(
         seconds["state_transfer"] += interruptions.state_transfer
         step_seconds, tokens_per_step = _speed(way_on(out) if out else plan)
         layouts.append((kept, step_seconds))
+    if interruptions.evaluation:
+        seconds["evaluation"] = interruptions.evaluation
     if interruptions.num_saves:
         seconds["checkpoint_save"] = interruptions.num_saves * interruptions.save
     wall = sum(seconds.values())

@@ -19,7 +19,7 @@ from specs.units import percent, rate, seconds
 
 STARTING = ("program_startup", "accelerator_initialization", "training_preparation", "checkpoint_restore")
 # What the prediction takes from the run itself; all else follows from plans.
-MEASURED = "start-up, saves and the parts of an interruption at their measured means; steps as their plans say"
+MEASURED = "start-up, evaluation, saves and the parts of an interruption as measured, on average; steps as planned"
 
 
 # The plan that a run's options lead to without some ranks.
@@ -78,6 +78,7 @@ def compare_records(plan: Plan, records: Sequence[Record], way_on: WayOn) -> Tra
     number = account.kept[-1].step
     interruptions = means.with_run(
         startup=sum(account.seconds.get(bucket, 0.0) for bucket in STARTING),
+        evaluation=account.seconds.get("evaluation", 0.0),
         save=fmean(saves) if saves else 0.0,
         num_saves=len(saves),
     )

@@ -32,6 +32,7 @@ SOME = Interruptions(
     startup=4.0,
     save=0.25,
     num_saves=4,
+    evaluation=0.75,
 )
 
 
@@ -69,11 +70,12 @@ def test_a_trace_by_hand() -> None:
         "reforming": 3 * 1.0,
         "state_transfer": pytest.approx(3 * 0.3),
         "checkpoint_save": 4 * 0.25,
+        "evaluation": 0.75,
     }
     assert found.degraded_seconds == pytest.approx(10 * 0.5 + 5 * 1.0)
     tokens = 40 * 4 * PLAN.training.seq_len
     assert found.tokens == tokens
-    assert found.wall_seconds == pytest.approx(4 + 90 + 1 + 9.75 + 0.6 + 3 + 0.9 + 1)
+    assert found.wall_seconds == pytest.approx(4 + 90 + 1 + 9.75 + 0.6 + 3 + 0.9 + 1 + 0.75)
     assert found.goodput == pytest.approx(40 * 2.0 / found.wall_seconds)
     assert found.layouts == ((0, 2.0), (20, 2.5), (30, 3.0), (35, 2.0))
 
