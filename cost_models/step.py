@@ -23,6 +23,9 @@ from cost_models.topology import Topology
 from specs.failures import FailureModel
 from specs.plan import MemoryTerms, Plan, Prediction, StepTerms
 
+# Terms below this part of a step are rounding.
+ROUNDING = 1e-12
+
 
 def price(plan: Plan, costs: CostModel, *, failures: FailureModel | None = None) -> Prediction:
     """Predict a plan.  `failures` None: published defaults.
@@ -94,7 +97,9 @@ def _terms(
             totals["pipeline_idle"] += weight * (item.timing.finish_seconds[index] - busy)
             totals["gradient_sync"] += weight * (sync_end - item.timing.finish_seconds[index] + m * stage.sharding)
     totals["optimizer"] = optimizer
-    return StepTerms(**{name: max(0.0, seconds) for name, seconds in totals.items()})
+    # Differences of equal sums leave some 1e-18 s.
+    least = ROUNDING * sum(totals.values())
+    return StepTerms(**{name: seconds if seconds > least else 0.0 for name, seconds in totals.items()})
 
 
 @dataclass(frozen=True, slots=True)
