@@ -18,7 +18,7 @@ from commands.sources import first_pass
 from cost_models.sources import device_costs
 from cost_models.step import price
 from reports.plan_charts import memory_by_rank
-from specs.plan import Alternative, LadderRung, Plan
+from specs.plan import Alternative, Contingency, LadderRung, Plan
 from specs.presets import cluster_preset, model_preset
 from specs.runlog import CheckpointRecord, EvaluationRecord, IncidentRecord, Record, SlowRecord
 from tests import plans, runs
@@ -37,6 +37,20 @@ def priced(plan: Plan) -> Plan:
         alternatives=(
             Alternative(layout="<two> & a half", step_time_seconds=1.2 * step, peak_memory_bytes=memory, reason="slow"),
             Alternative(layout="none", step_time_seconds=None, peak_memory_bytes=None, reason="does not fit"),
+        ),
+        contingencies=(
+            Contingency(
+                lost=(1,),
+                equivalent=(0, 1),
+                policy="drop",
+                layout="the others take its share",
+                sequences=tuple(0 if not index else r.sequences for index, r in enumerate(plan.replicas)),
+                global_batch=plan.training.global_batch,
+                predicted=predicted,
+                alternatives=(
+                    Alternative(layout="wait: x", step_time_seconds=None, peak_memory_bytes=None, reason="slow"),
+                ),
+            ),
         ),
     )
 
@@ -136,7 +150,13 @@ def test_a_page_of_a_plan(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     html = report(tmp_path / "plan.json", tmp_path / "report.html")
     outline = Outline(html)
-    assert outline.headings == [*OF_A_PLAN, "What was not taken?", "The layout in full"]
+    assert outline.headings == [
+        *OF_A_PLAN,
+        "What was not taken?",
+        "What happens when a device is lost?",
+        "The layout in full",
+    ]
+    assert "is left out: the others take its share" in html
     assert len(outline.charts) == 2 * 8
     assert all(outline.charts)
     assert outline.loads == []
