@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from cost_models.dispatch import dispatched_tokens
 from cost_models.flops import local_kv_heads, routed_tokens
 from cost_models.share import Share
 from specs.cluster import Precision
@@ -59,27 +60,27 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
 def _moe_bytes(module: Moe, share: Share, size: int, selective: bool) -> int:
     """What routing keeps on the rank's own tokens, and its experts of the tokens that a balanced router sends them.
 
-    # router   c (4 E + 12 e + 4)     E experts, e of them a token, R = T e u / E tokens for the rank's u experts
-    # experts  a R (3 h + 3 f + 2) + 24 R       inputs, columns, outputs, weights, three lists of places
-    # shared   a 3 T f', and the gathered input a T h in a block of several
-    # selective: router and T e a, in a block of several also the gathered input and choices, T (a h + 8 e)
+    # router   c (4 E + 12 e + 4)     E experts, e of them a token
+    # experts  a R (2 h + 3 f + 1) + 16 R       R = T e u / E choices of the rank's u experts: inputs, columns, outputs,
+    #          weights, two lists of places
+    # shared   a 3 c f'
+    # in a block of several also the places of what was sent, 8 S;  S of the own tokens' rows to all members
+    # selective: router, and a c e (weights, in a block of one) or places and what arrived, A (a h + (a + 8) e)
     """
-    tokens, chosen = share.block_tokens, module.experts_per_token
-    router = share.chunk_tokens * (4 * module.num_experts + (TOKEN_ID_BYTES + 4) * chosen + 4)
-    gathered = size * tokens * module.hidden if share.degree > 1 else 0
+    own, chosen = share.chunk_tokens, module.experts_per_token
+    router = own * (4 * module.num_experts + (TOKEN_ID_BYTES + 4) * chosen + 4)
+    shared = 3 * size * own * module.shared_ffn
+    sent = arrived = 0.0
+    if share.degree > 1:
+        sent = share.degree * dispatched_tokens(module, own, share.units)
+        arrived = dispatched_tokens(module, share.block_tokens, share.units)
+    places = TOKEN_ID_BYTES * sent
     if selective:
-        choices = TOKEN_ID_BYTES * tokens * chosen if share.degree > 1 else 0
-        return router + gathered + choices + size * tokens * chosen
-    routed = routed_tokens(module, tokens, share.units)
-    experts = size * (3 * module.hidden + 3 * module.expert_ffn + 2) + 3 * TOKEN_ID_BYTES
-    columns = _shared_columns(module, share.units)
-    return router + round(routed * experts) + (gathered + 3 * size * tokens * columns if columns else 0)
-
-
-def _shared_columns(module: Moe, units: Interval) -> int:
-    """Whole columns of the shared experts on a rank with these experts."""
-    rows, experts = module.shared_ffn, module.num_experts
-    return units.stop * rows // experts - units.start * rows // experts
+        inputs = arrived * (size * module.hidden + (size + TOKEN_ID_BYTES) * chosen) if arrived else size * own * chosen
+        return router + shared + round(places + inputs)
+    routed = routed_tokens(module, share.block_tokens, share.units)
+    experts = size * (2 * module.hidden + 3 * module.expert_ffn + 1) + 2 * TOKEN_ID_BYTES
+    return router + shared + round(places + routed * experts)
 
 
 def _attention_bytes(module: Attention, share: Share, precision: Precision, selective: bool) -> int:

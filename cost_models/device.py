@@ -8,8 +8,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes
-from cost_models.working import working_bytes
-
 from cost_models.collectives import (
     curve_seconds,
     measured_curves,
@@ -17,15 +15,17 @@ from cost_models.collectives import (
     scale_up_seconds,
     shipped_curves,
 )
+from cost_models.dispatch import exchange_bytes
 from cost_models.flops import ATTENTION_BACKWARD_RATIO, gathered_width, score_flop
 from cost_models.interface import ModuleCost
 from cost_models.kernels import Work, backward_work, forward_work, matrix_seconds, repeated_work
 from cost_models.share import Share
 from cost_models.stacks import Stack, stack
+from cost_models.working import working_bytes
 from specs.cluster import ClusterSpec, CollectiveOp, Device, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
-from specs.model import Embedding, Head, Module
+from specs.model import Embedding, Head, Module, Moe
 from specs.plan import Recompute, TrainingSpec
 from specs.profile import StepOverhead
 
@@ -172,8 +172,20 @@ class DeviceCosts:
                 op, num_ranks=degree, payload_bytes=payload, level=level, ranks_per_domain=self._domain
             )
 
-        gather, scatter = seconds("all_gather", module.hidden), seconds("reduce_scatter", module.hidden)
         exposed = 1.0 - self._stack.tensor_overlap
+        if isinstance(module, Moe):
+            forward, backward = exchange_bytes(module, degree, block_tokens, ACTIVATION_BYTES[self._precision])
+            once = [
+                sum(
+                    self.collective(
+                        "all_to_all", num_ranks=degree, payload_bytes=size, level=level, ranks_per_domain=self._domain
+                    )
+                    for size in sizes
+                )
+                for sizes in (forward, backward)
+            ]
+            return exposed * once[0], exposed * once[1]
+        gather, scatter = seconds("all_gather", module.hidden), seconds("reduce_scatter", module.hidden)
         if isinstance(module, Embedding):
             return exposed * scatter, exposed * gather
         if isinstance(module, Head):

@@ -83,9 +83,9 @@ def products_of(module: Module, share: Share) -> tuple[Matrix, ...]:
                 *((Matrix(routed, module.expert_ffn, hidden),) * 2 * units.size),
                 *((Matrix(routed, hidden, module.expert_ffn),) * units.size),
             )
-            columns = module.shared_ffn * units.size / module.num_experts
-            shared = (*((Matrix(tokens, columns, hidden),) * 2), Matrix(tokens, hidden, columns)) if columns else ()
-            return (*expert, *shared, Matrix(tokens, module.num_experts, hidden))
+            own, columns = share.chunk_tokens, module.shared_ffn
+            shared = (*((Matrix(own, columns, hidden),) * 2), Matrix(own, hidden, columns)) if columns else ()
+            return (*expert, *shared, Matrix(own, module.num_experts, hidden))
         case Head():
             return (Matrix(tokens, units.size, hidden),)
 

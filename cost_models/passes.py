@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cost_models.activations import ACTIVATION_BYTES
-
 from cost_models.flops import largest_units, local_kv_heads, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ModuleGroup, module_groups, share_of

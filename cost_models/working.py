@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes
-
+from cost_models.dispatch import EXPERT_NUMBER_BYTES, dispatched_tokens
 from cost_models.flops import gathered_width, local_kv_heads, routed_tokens
 from cost_models.share import Share
 from specs.cluster import Precision
@@ -37,10 +37,10 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
         case Mlp():
             working = _mlp(module, share, precision, selective=recompute == "selective")
         case Moe():
-            working = _moe(module, share, precision)
+            working = _moe(module, share, precision, recompute)
         case LatentAttention():
             working = _latent_attention(module, share, precision)
-    if recompute == "full" or (recompute == "selective" and isinstance(module, Moe | LatentAttention)):
+    if recompute == "full" or (recompute == "selective" and isinstance(module, LatentAttention)):
         whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", recompute))
         working += whole - kept + (chunk if recompute == "full" else 0)
     return working
@@ -124,21 +124,34 @@ def _attention(module: Attention, share: Share, precision: Precision, *, selecti
     return max(size * output, scores, size * projections, size * after) + size * chunk
 
 
-def _moe(module: Moe, share: Share, precision: Precision) -> int:
-    """Its phases, backward: the shared experts, then the routed ones one by one.
+def _moe(module: Moe, share: Share, precision: Precision, recompute: Recompute) -> int:
+    """Its phases, backward: the shared experts on own tokens, then the routed ones one by one.
 
-    # shared   as an MLP's activation: T h + 3 T f', and c h
-    # routed   gradients of all outputs R h, of the three stacked weights W and one expert's once more as wide  4 / 3 W,
-    #          and c h; less the shared ones' columns, 3 T f'
+    # shared   c h and gradients of the columns 3 c f'
+    # routed   c h, and first gradients of the sums, of the outputs and their product with them R (3 h + 1), in the end
+    #          those of the three stacked weights W and of one once more 4 / 3 W, less columns that are gone 4 R f; less
+    #          the shared ones' columns, 3 c f'; with selective recompute what that brings back
+    # recompute in a block of several: what arrived and its gradient, beside what it becomes: full A h, selective
+    #          A (2 a h + (a + 8) e)
     """
-    size, tokens, units = ACTIVATION_BYTES[precision], share.block_tokens, share.units
-    chunk, gathered, _ = _tokens(module.hidden, share)
-    rows = module.shared_ffn
-    columns = tokens * (units.stop * rows // module.num_experts - units.start * rows // module.num_experts)
+    size, units, routed = (
+        ACTIVATION_BYTES[precision],
+        share.units,
+        routed_tokens(module, share.block_tokens, share.units),
+    )
+    columns = 3 * size * share.chunk_tokens * module.shared_ffn
     weights = 3 * units.size * module.expert_ffn * module.hidden
-    routed = round(routed_tokens(module, tokens, units)) * module.hidden + 4 * weights // 3 - 3 * columns
-    shared = gathered + 3 * columns
-    return size * (chunk + max(shared, gathered + routed, 0))
+    experts = size * max(routed * (3 * module.hidden + 1), 4 * weights / 3 - 4 * routed * module.expert_ffn)
+    if recompute == "selective":
+        whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", recompute))
+        experts += whole - kept
+    arrived = 0.0
+    if recompute != "none" and share.degree > 1:
+        row = size * module.hidden
+        if recompute == "selective":
+            row += row + (size + EXPERT_NUMBER_BYTES) * module.experts_per_token
+        arrived = row * dispatched_tokens(module, share.block_tokens, units)
+    return round(size * share.chunk_tokens * module.hidden + max(columns, experts - columns) + arrived)
 
 
 def _latent_attention(module: LatentAttention, share: Share, precision: Precision) -> int:

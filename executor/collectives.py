@@ -55,6 +55,19 @@ class Block:
         with self.clock.term("tp_communication"):
             return reduce_scatter(partial.contiguous(), self.token_counts, self.position, self.group)
 
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Rows for each member, one after the other -> rows from each member."""
+        if self.size == 1:
+            return rows
+        with self.clock.term("tp_communication"):
+            result = rows.new_empty((sum(received), *rows.shape[1:]))
+            dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
+            return result
+
+    def exchange_counts(self, sent: list[int], device: torch.device) -> list[int]:
+        """How many rows each member gets from this one -> how many this one gets from each.  Waits for the device."""
+        return self.all_to_all(torch.tensor(sent, device=device), [1] * self.size, [1] * self.size).tolist()
+
     def all_reduce(self, value: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce in place over the members."""
         if self.size > 1:

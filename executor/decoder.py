@@ -16,6 +16,7 @@ from executor.collectives import Block
 from executor.groups import Groups
 from executor.layout import Channel, Layout, ModuleLayout
 from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule
+from executor.moe import MoeModule
 from executor.stage import build_module
 from specs.layout import Interval
 from specs.plan import Plan
@@ -121,6 +122,8 @@ class Decoder:
                         x = self._attention(module, x, first)
                     case HeadModule():
                         x = module.logits(x[-1:])[0]
+                    case MoeModule():
+                        x = module.on_whole(x)
                     case _:
                         x = module(x)
             if turn == len(self._runs) - 1 and self._layout.is_last_stage:

@@ -15,6 +15,7 @@ from executor.gathered import release
 from executor.groups import Groups
 from executor.layout import Layout, ModuleLayout, tensor_holdings
 from executor.modules import BlockModule, HeadModule
+from executor.moe import MoeModule
 from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
 from executor.stage import StageModule, build_module
@@ -156,12 +157,22 @@ class Engine:
         """One optimizer step, `number` from 1 on.  `record`: the clock keeps when its actions were."""
         self.clock.start(record=record)
         self.sync.begin_step()
+        for module in self._mixtures:
+            module.load.zero_()
         scale = 1.0 / self.plan.training.tokens_per_step
         loss = self.runner.run(self._micro_batches(batch), scale)
         self.sync.finish()
         shared = torch.stack((loss.double() * float(self._counts_loss), torch.full_like(loss.double(), flag)))
         norm, total = self.optimizer.step(number, shared)
         return StepResult(float(total[0]), norm, self.clock.stop(), float(total[1]))
+
+    @property
+    def _mixtures(self) -> list[MoeModule]:
+        return [module for module in self.chain if isinstance(module, MoeModule)]
+
+    def expert_load(self) -> dict[str, list[int]]:
+        """By module: choices of each expert by this rank's tokens in the last step."""
+        return {module.layout.name: module.load.tolist() for module in self._mixtures}
 
     def evaluate(self, batch: Batch) -> float:
         """Mean loss (nats per token) over one global batch, without a step."""

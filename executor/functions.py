@@ -137,6 +137,41 @@ def gather(block: Block, chunk: Tensor) -> Tensor:
     return _Gather.apply(block, chunk)
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block: Block, rows: Tensor, sent: list[int], received: list[int]):  # type: ignore[no-untyped-def]
+        ctx.block, ctx.sent, ctx.received = block, sent, received
+        return block.all_to_all(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        return None, ctx.block.all_to_all(grad, ctx.received, ctx.sent), None, None
+
+
+def exchange(block: Block, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """rows [sum of sent, ...] in members' order -> [sum of received, ...] from them; backward goes the other way."""
+    return _Exchange.apply(block, rows, sent, received)
+
+
+class _AddRows(torch.autograd.Function):
+    """torch's index_add keeps its source for backward, which needs no more than the rows' numbers."""
+
+    @staticmethod
+    def forward(ctx, source: Tensor, rows: Tensor, num_rows: int):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows)
+        return source.new_zeros((num_rows, *source.shape[1:])).index_add_(0, rows, source)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        (rows,) = ctx.saved_tensors
+        return grad[rows], None, None
+
+
+def add_rows(source: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """source [n, ...] summed into row rows[i] of [num_rows, ...] for each i."""
+    return _AddRows.apply(source, rows, num_rows)
+
+
 class _GatedActivation(torch.autograd.Function):
     """y = act(gate) * up, keeping gate and up only (the product is what the next matmul keeps)."""
 

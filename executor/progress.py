@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specs.runlog import EvaluationRecord, Record, StepRecord
+from specs.runlog import EvaluationRecord, ExpertLoadRecord, Record, StepRecord
 
 LINES_PER_RUN = 10  # where no terminal is
 
@@ -51,6 +51,10 @@ class TrainingProgress:
         match record:
             case StepRecord():
                 self._step(record.step, record.loss, record.tokens)
+            case ExpertLoadRecord():
+                name, share = max(record.share.items(), key=lambda item: max(item[1]))
+                busiest = share.index(max(share))
+                self.note(f"step {record.step}: expert {busiest} of {name} has {max(share):.2f} times the mean load")
             case EvaluationRecord():
                 self.note(f"step {record.step}: held-out loss {record.loss:.4f}")
 

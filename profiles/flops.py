@@ -22,6 +22,9 @@ class _MetaBlock(Block):
     def reduce_scatter(self, partial: torch.Tensor) -> torch.Tensor:
         return partial.new_empty((self.token_counts[self.position], *partial.shape[1:]))
 
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:  # noqa: ARG002
+        return rows.new_empty((sum(received), *rows.shape[1:]))
+
     def all_reduce(self, value: torch.Tensor, op: object = None) -> torch.Tensor:  # noqa: ARG002
         return value
 

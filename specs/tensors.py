@@ -15,8 +15,8 @@ from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Moe, N
 AnyModule = Embedding | Attention | LatentAttention | Mlp | Moe | Head
 
 # How the rows follow the module's unit cut: "unit" rows_per_unit rows for each unit; "kv" the KV heads that the
-# rank's query heads read; "shared" rows in proportion to the units (shared experts); "whole" every rank holds all.
-RowCut = Literal["unit", "kv", "shared", "whole"]
+# rank's query heads read; "whole" every rank holds all.
+RowCut = Literal["unit", "kv", "whole"]
 Init = Literal["normal", "residual", "ones", "zeros"]
 
 
@@ -123,9 +123,9 @@ def tensors_of(module: AnyModule) -> tuple[TensorSpec, ...]:
             ]
             if module.shared_ffn:
                 table += [
-                    _matrix("shared_gate", module.shared_ffn, hidden, "shared", 0),
-                    _matrix("shared_up", module.shared_ffn, hidden, "shared", 0),
-                    _matrix("shared_down", module.shared_ffn, hidden, "shared", 0, "residual"),
+                    _matrix("shared_gate", module.shared_ffn, hidden, "whole", 0),
+                    _matrix("shared_up", module.shared_ffn, hidden, "whole", 0),
+                    _matrix("shared_down", module.shared_ffn, hidden, "whole", 0, "residual"),
                 ]
         case Head():
             table = _norm(module.norm, hidden)
@@ -151,10 +151,6 @@ def local_rows(module: AnyModule, tensor: TensorSpec, units: Interval) -> Interv
             assert isinstance(module, Attention)
             groups = kv_groups_of(units, module.num_heads, module.num_kv_heads)
             return Interval(groups.start * tensor.rows_per_unit, groups.stop * tensor.rows_per_unit)
-        case "shared":
-            assert isinstance(module, Moe)
-            experts = module.num_experts
-            return Interval(units.start * tensor.rows // experts, units.stop * tensor.rows // experts)
 
 
 def sharding_level(tensor: TensorSpec, zero: int) -> int:

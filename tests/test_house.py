@@ -252,6 +252,7 @@ SURFACE: dict[str, set[str]] = {
     },
     "specs.runlog": {
         "ActionsRecord",
+        "ExpertLoadRecord",
         "Bucket",
         "CheckpointRecord",
         "EndRecord",

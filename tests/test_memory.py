@@ -137,13 +137,14 @@ def peak_bytes(module: Module, share: Share, recompute: Recompute) -> int:
 
 
 def _balanced(module: Moe, built: torch.nn.Module, num_tokens: int) -> torch.Tensor:
-    """Tokens that the router sends to all experts in turn."""
+    """Tokens that the router sends to all experts alike: experts shuffled again and again, dealt out to tokens."""
     built.norm.data.fill_(1.0)
     built.router.data.copy_(torch.eye(module.num_experts, module.hidden))
     chunk = torch.zeros(num_tokens, module.hidden)
-    for place in range(module.experts_per_token):
-        experts = (torch.arange(num_tokens) * module.experts_per_token + place) % module.num_experts
-        chunk[torch.arange(num_tokens), experts] = 1.0
+    generator = torch.Generator().manual_seed(0)
+    rounds = num_tokens * module.experts_per_token // module.num_experts
+    dealt = torch.cat([torch.randperm(module.num_experts, generator=generator) for _ in range(rounds)])
+    chunk[torch.arange(num_tokens).repeat_interleave(module.experts_per_token), dealt] = 1.0
     return chunk
 
 
