@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cost_models.interface import CostModel
 from planner.chain import NO_CONTENT, Chain
 from planner.options import Menu, OptionSource, Restriction
-from planner.space import Grid, Topology, enumerate_grids
+from planner.space import Grid, Topology, divisors, enumerate_grids
 from planner.stage import OptionTable
 from specs.cluster import ClusterSpec
 from specs.errors import BadInputError
@@ -41,9 +41,15 @@ def least_memory(chain: Chain, grid: Grid, source: OptionSource) -> LeastMemory 
 
     None when the grid point is not divisible or has more stages than places to cut.
     """
-    menu = source.menu(grid, Restriction())
-    if menu is None:
-        return None
+    restrictions = [Restriction()]
+    if source.tied and grid.num_stages == 1:
+        restrictions += [Restriction(tied=degree) for degree in divisors(grid.num_ranks)]
+    menus = (source.menu(grid, restriction) for restriction in restrictions)
+    found = (_least_with(menu, chain, grid, source) for menu in menus if menu is not None)
+    return min((item for item in found if item is not None), key=lambda item: item.total_bytes, default=None)
+
+
+def _least_with(menu: Menu, chain: Chain, grid: Grid, source: OptionSource) -> LeastMemory | None:
     reach = np.full(chain.num_positions, np.inf)
     reach[0] = 0.0
     origins, limits = [], []

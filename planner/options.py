@@ -10,22 +10,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from cost_models.activations import ACTIVATION_BYTES, activation_bytes
-from cost_models.working import working_bytes
 
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes
+from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.flops import largest_units, local_kv_heads
 from cost_models.interface import CostModel, ModuleCost
-from cost_models.memory import WEIGHT_BYTES, static_bytes
+from cost_models.memory import WEIGHT_BYTES, matrix_elements, sharding_bytes, static_bytes
 from cost_models.share import Share
+from cost_models.working import working_bytes
 from planner.chain import Chain
 from planner.constraints import MODES, Rule
 from planner.layout import Option
 from planner.rates import Rates
-from planner.space import Grid, Topology, divisors
+from planner.space import SHARDED, Grid, Topology, divisors
 from planner.stage import OptionTable
 from specs.cluster import LinkLevel
 from specs.errors import BadInputError
@@ -49,11 +50,14 @@ class Menu:
 class Restriction:
     """Limits of a menu: these degrees only, this recompute mode only (of modules that have it; never the head), these
     degrees of the user's equal groups.  What the user pinned outranks them.
+
+    `tied`: the degree of an embedding and a head that share their weight in one stage.
     """
 
     degrees: tuple[int, ...] | None = None
     recompute: Recompute | None = None
     groups: tuple[int, ...] = ()
+    tied: int | None = None
 
     def degrees_of(self, rule: Rule, num_ranks: int) -> list[int]:
         """Degrees of a module under a rule."""
@@ -135,6 +139,20 @@ class OptionSource:
             tables.append(OptionTable(*np.ascontiguousarray(costs[kept].T)))
         return Menu(tuple(options), tuple(tables))
 
+    def memory_is_uncertain(self, grid: Grid, capacity: float) -> bool:
+        """Whether the two ways to count memory may differ by more than a thousandth of what there is."""
+        if grid.zero in SHARDED:
+            return True
+        careful, bold = self.menu(grid, Restriction()), self.menu(grid, Restriction(), optimistic=True)
+        if careful is None or bold is None:
+            return False
+        return any(
+            a.static.size != b.static.size
+            or float((a.static + a.activation + a.working - b.static - b.activation - b.working).max())
+            > 1e-3 * capacity / len(self.chain.names)
+            for a, b in zip(careful.tables, bold.tables, strict=True)
+        )
+
     def transfer_seconds(self, grid: Grid) -> tuple[float, ...]:
         """Seconds between neighbouring stages of the first replica."""
         key = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, grid.micro_batch)
@@ -152,9 +170,34 @@ class OptionSource:
             )
         return self._transfers[key]
 
-    def edge_bytes(self, grid: Grid) -> float:
-        """Chunks on their way in and out at both edges of a stage; the first and the last stage have one edge less."""
-        return 4.0 * self._chunk_bytes(grid) if grid.num_stages > 1 else 0.0
+    def edge_bytes(self, grid: Grid, *, optimistic: bool = False) -> float:
+        """Chunks on their way in and out at both edges of a stage (the first and the last have one edge less), and the
+        buffers of gradients that are scattered in every micro-batch; without these when `optimistic`.
+        """
+        edges = 4.0 * self._chunk_bytes(grid) if grid.num_stages > 1 else 0.0
+        if optimistic or grid.zero < 2:
+            return edges
+        average = self.num_elements // (grid.num_stages * grid.num_ranks)
+        return edges + sharding_bytes(average, BUCKET_ELEMENTS, 0, self.training.precision)
+
+    def least_gathered_seconds(self, grid: Grid) -> float:
+        """What sharding adds at least to the passes of a micro-batch, all stages together."""
+        rates = [(degree, self.rates.micro_batch(grid, degree)) for degree in divisors(grid.num_ranks)]
+        return min(self._whole_elements(degree) * (rate.gather + rate.scatter) for degree, rate in rates)
+
+    def _whole_elements(self, degree: int) -> int:
+        """Fewest elements of cut tensors that a rank has of the whole model; modules of fewer units are left out."""
+        pairs = zip(self.chain.modules, self.chain.totals.tolist(), strict=True)
+        return sum(
+            n * _cut_elements(module, degree, matrices=True)
+            for module, n in pairs
+            if degree <= num_units(module) and not (self.tied and isinstance(module, Head))
+        )
+
+    def _gathered_bytes(self, module: Module, degree: int) -> float:
+        """Buffers of the weights that are gathered around a use."""
+        elements = sum(matrix_elements(module, largest_units(module, degree)))
+        return float(sharding_bytes(0, 0, elements, self.training.precision))
 
     def _chunk_bytes(self, grid: Grid) -> float:
         tokens = -(-grid.micro_batch * self.training.seq_len // grid.num_ranks)
@@ -170,15 +213,26 @@ class OptionSource:
         one_edge_less = 2.0 * self._chunk_bytes(grid) if outer else 0.0
         reads = isinstance(module, Embedding) or (isinstance(module, Head) and grid.num_stages > 1)
         data = self.costs.overhead.data_seconds_per_sequence * grid.micro_batch if reads else 0.0
+        pair = self.tied and isinstance(module, Embedding | Head)
         for degree in restriction.degrees_of(rule, grid.num_ranks):
+            if pair and restriction.tied not in (None, degree):
+                continue
             if degree > num_units(module) or grid.num_ranks % degree:
                 continue
             if module.kind in SEQUENCE_KINDS and grid.micro_batch * degree % grid.num_ranks:
                 continue
             block_tokens = -(-grid.micro_batch * self.training.seq_len * degree // grid.num_ranks)
             held = self._static(kind, degree, grid.num_replicas * grid.num_ranks // degree, grid.zero)
+            if pair and restriction.tied and isinstance(module, Head):
+                held = held._replace(total=0.0, mean=0.0)
             once = not (self.tied and isinstance(module, Head))  # a tied weight is summed with the embedding
-            sync = _cut_elements(module, degree) * self.rates.sync(grid, degree).per_element if once else 0.0
+            elements = _cut_elements(module, degree) if once else 0
+            matrices = _cut_elements(module, degree, matrices=True) if once else 0
+            sync = elements * self.rates.sync(grid, degree).per_element
+            rate = self.rates.micro_batch(grid, degree)
+            gathered, scattered = matrices * rate.gather, elements * rate.scatter
+            again = 0.0 if isinstance(module, Embedding | Head) else gathered
+            shelf = self._gathered_bytes(module, degree) if grid.zero == 3 and not optimistic else 0.0
             blocks = (degree,) * (grid.num_ranks // degree)
             for mode in modes:
                 passes = self._passes(kind, degree, block_tokens, mode)
@@ -187,18 +241,18 @@ class OptionSource:
                 yield (
                     Option(blocks, mode),
                     (
-                        passes.forward + data,
-                        passes.backward,
+                        passes.forward + data + gathered,
+                        passes.backward + again + scattered,
                         sync,
                         held.owned * self.rates.update,
                         passes.spread,
                         (held.mean if optimistic else held.total) - one_edge_less,
                         passes.mean_activation if optimistic else passes.activation,
-                        passes.least_working if optimistic else passes.working,
+                        (passes.least_working if optimistic else passes.working) + shelf,
                     ),
                 )
 
-    def _static(self, kind: int, degree: int, num_copies: int, zero: Literal[0, 1]) -> _Static:
+    def _static(self, kind: int, degree: int, num_copies: int, zero: int) -> _Static:
         key = (kind, degree, num_copies, zero)
         if key not in self._held:
             module, precision = self.chain.modules[kind], self.training.precision
@@ -305,13 +359,13 @@ def copied_elements(module: Module, degree: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _cut_elements(module: Module, degree: int) -> int:
-    """Fewest elements that a rank holds of tensors that the block cuts."""
+def _cut_elements(module: Module, degree: int, *, matrices: bool = False) -> int:
+    """Fewest elements that a rank holds of tensors (or matrices alone) that the block cuts."""
     return min(
         sum(
             local_rows(module, tensor, units).size * max(tensor.cols, 1)
             for tensor in tensors_of(module)
-            if tensor.cut != "whole"
+            if tensor.cut != "whole" and (tensor.cols or not matrices)
         )
         for units in distinct_shares(module, degree)
     )

@@ -28,6 +28,13 @@ class SyncRate(NamedTuple):
     less: float
 
 
+class MicroBatchRate(NamedTuple):
+    """Exposed seconds per element of one gathering of weights, and of one scattering of gradients."""
+
+    gather: float
+    scatter: float
+
+
 class Exposure(NamedTuple):
     """Exposed seconds of gradient sync are at least `of_sync` x all of them - `of_backward` x the last backward."""
 
@@ -43,8 +50,9 @@ class Rates:
         self._costs = costs
         self._topology = topology
         self._num_elements = num_elements
-        self._spans: dict[tuple[int, int, int, str, int], Span] = {}
+        self._spans: dict[tuple[int, int, int, str, int], set[Span]] = {}
         self._sync: dict[tuple[Span, int], SyncRate] = {}
+        self._least: dict[tuple[Span, CollectiveOp], float] = {}
 
     @cached_property
     def update(self) -> float:
@@ -53,16 +61,46 @@ class Rates:
         return min(self._costs.optimizer(size) / size for size in sizes)
 
     def sync(self, grid: Grid, degree: int) -> SyncRate:
-        """Of the first stage's gradient collectives, hidden or not, of tensors that blocks of `degree` ranks cut."""
+        """Of any stage's gradient collectives, hidden or not, of tensors that blocks of `degree` ranks cut."""
+        rates = [self._sync_of(span, grid.zero) for span in self._groups(grid, degree)]
+        return SyncRate(min(rate.per_element for rate in rates), max(rate.less for rate in rates))
+
+    def micro_batch(self, grid: Grid, degree: int) -> MicroBatchRate:
+        """Of any stage beside each micro-batch's passes: what sharded gradients and weights leave exposed at best."""
+        if grid.zero < 2:
+            return MicroBatchRate(0.0, 0.0)
+        exposed = self._costs.exposed_gradient_sync(1.0, LONG_SECONDS, sharded=True)
+        spans = self._groups(grid, degree)
+        scatter = min(self._least_per_element(span, "reduce_scatter", GRADIENT_BYTES) for span in spans)
+        gather = 0.0
+        if grid.zero == 3:
+            gather = min(self._least_per_element(span, "all_gather", self._weight_bytes) for span in spans)
+        return MicroBatchRate(exposed * gather, exposed * scatter)
+
+    def _groups(self, grid: Grid, degree: int) -> set[Span]:
+        """The kinds of groups that sum a stage's gradients."""
         shape = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, degree)
         if shape not in self._spans:
-            self._spans[shape] = self._topology.span(grid.stage_positions(0)[:, ::degree].reshape(-1))
-        if self._spans[shape].num_ranks == 1:
-            return SyncRate(0.0, 0.0)
-        key = (self._spans[shape], grid.zero)
+            owners = grid.all_positions()[:, :, ::degree]
+            self._spans[shape] = self._topology.spans(owners.reshape(grid.num_stages, -1))
+        return self._spans[shape]
+
+    def _sync_of(self, span: Span, zero: int) -> SyncRate:
+        key = (span, zero)
         if key not in self._sync:
-            self._sync[key] = self._sync_rate(*key)
+            self._sync[key] = self._sync_rate(span, zero) if span.num_ranks > 1 and zero < 3 else SyncRate(0.0, 0.0)
         return self._sync[key]
+
+    def _least_per_element(self, span: Span, op: CollectiveOp, size: int) -> float:
+        """Seconds per element at the most favourable size."""
+        if span.num_ranks == 1:
+            return 0.0
+        key = (span, op)
+        if key not in self._least:
+            most = min(self._num_elements, BUCKET_ELEMENTS * 3 // 2)
+            sizes = {max(1, most >> shift) for shift in range(12)}
+            self._least[key] = min(self._collective(span, op, size * number) / number for number in sizes)
+        return self._least[key]
 
     def exposures(self, zero: int) -> tuple[Exposure, Exposure]:
         """Two bounds of the exposed part: beside a backward pass so long that nothing more can hide, and beside one
@@ -83,7 +121,9 @@ class Rates:
         most = min(self._num_elements, BUCKET_ELEMENTS * 3 // 2)
 
         def seconds(num_elements: int) -> float:
-            if zero:
+            if zero == 2:  # scattered already
+                whole = self._collective(span, "all_gather", self._weight_bytes * num_elements)
+            elif zero:
                 whole = self._collective(span, "reduce_scatter", GRADIENT_BYTES * num_elements)
                 whole += self._collective(span, "all_gather", self._weight_bytes * num_elements)
             else:

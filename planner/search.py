@@ -11,7 +11,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
 from planner.layout import Layout
 from planner.options import Menu, OptionSource, Restriction
-from planner.space import Grid, Topology, divisors, enumerate_grids, variants
+from planner.space import SHARDED, Grid, Topology, divisors, enumerate_grids, variants
 from planner.uniform import UniformSearch
 from specs.model import ModelSpec
 from specs.plan import Recompute, TrainingSpec
@@ -202,10 +202,8 @@ class Searcher:
         left = [grid for grid in self.grids if grid not in self._discarded]
         left.sort(key=self._promise)
         for grid in left:
-            quick = self.quick_bound(grid)
-            enough = incumbent.seconds * (1.0 - tolerance)
-            bound = quick
-            if quick >= enough:
+            bound, enough = self.quick_bound(grid), incumbent.seconds * (1.0 - tolerance)
+            if bound >= enough:
                 outcome.pruned["seconds without memory"] += 1
             elif time.monotonic() > deadline:
                 outcome.complete = False
@@ -231,7 +229,7 @@ class Searcher:
             if not self._may_fit(grid, menus):
                 why = "memory"
                 continue
-            bound = self._grid_search(grid, freedom, menus, with_sync=False).quick_bound(enough)
+            bound = self._grid_search(grid, freedom, menus, optimistic=True, with_sync=False).quick_bound(enough)
             if bound < enough:
                 return None, bound
             least, why = min(least, bound), "memory" if bound == float("inf") else "seconds within memory"
@@ -249,12 +247,14 @@ class Searcher:
         """Search with memory that is never counted too low; where it may be too high, bound with less."""
         bound = float("inf")
         for variant in self._variants(grid):
-            uncertain = self._memory_is_uncertain(variant)
+            uncertain = self.source.memory_is_uncertain(variant, self.capacity)
             for optimistic in (False, True) if uncertain else (False,):
                 key = (freedom, variant, optimistic)
                 if key not in self._inner:
                     all_menus = self._menus(variant, freedom, optimistic=optimistic)
-                    self._inner[key] = [self._grid_search(variant, freedom, menus) for menus in all_menus]
+                    self._inner[key] = [
+                        self._grid_search(variant, freedom, menus, optimistic=optimistic) for menus in all_menus
+                    ]
                 for search in self._inner[key]:
                     labels, nodes = search.num_labels, search.num_nodes
                     found = search.run(incumbent, tolerance, deadline)
@@ -264,22 +264,10 @@ class Searcher:
                         bound = min(bound, found)
         return bound
 
-    def _memory_is_uncertain(self, grid: Grid) -> bool:
-        """Whether the two ways to count memory may differ by more than a thousandth of what there is."""
-        careful, bold = self.source.menu(grid, Restriction()), self.source.menu(grid, Restriction(), optimistic=True)
-        if careful is None or bold is None:
-            return False
-        return any(
-            float((a.static + a.activation + a.working - b.static - b.activation - b.working).max())
-            > 1e-3 * self.capacity / len(self.chain.names)
-            for a, b in zip(careful.tables, bold.tables, strict=True)
-            if a.static.size == b.static.size
-        ) or any(a.static.size != b.static.size for a, b in zip(careful.tables, bold.tables, strict=True))
-
     def _grid_search(
-        self, grid: Grid, freedom: Freedom, menus: Sequence[Menu], *, with_sync: bool = True
+        self, grid: Grid, freedom: Freedom, menus: Sequence[Menu], *, optimistic: bool = False, with_sync: bool = True
     ) -> GridSearch | Program:
-        capacity = self.capacity - self.source.edge_bytes(grid)
+        capacity = self.capacity - self.source.edge_bytes(grid, optimistic=optimistic)
         chain = self.chain_of(freedom)
         if self.engine == "ilp":
             from planner.program import Program  # PuLP and HiGHS take long to import
@@ -299,7 +287,9 @@ class Searcher:
         """False when even the smallest option of every module leaves the stages together too full."""
         held = min(grid.in_flight(stage) for stage in (0, grid.num_stages - 1))
         least = np.min([[(t.static + held * t.activation).min() for t in menu.tables] for menu in menus], axis=0)
-        return float(self.chain.totals @ least) <= grid.num_stages * (self.capacity - self.source.edge_bytes(grid))
+        return float(self.chain.totals @ least) <= grid.num_stages * (
+            self.capacity - self.source.edge_bytes(grid, optimistic=True)
+        )
 
     def _menus(self, grid: Grid, freedom: Freedom, *, optimistic: bool = False) -> Iterator[list[Menu]]:
         """The menus that the stages of a grid point choose among: one list for each way to meet the user's rules that
@@ -312,6 +302,8 @@ class Searcher:
                 degrees = (grid.num_ranks,)
             choices = [(d,) for d in (degrees or usual)] if freedom == "stages" else [degrees]
             restrictions = [Restriction(choice, groups=family.groups) for choice in choices]
+            if self.source.tied and grid.num_stages == 1:
+                restrictions += [replace(one, tied=degree) for one in restrictions for degree in one.degrees or usual]
             found = (self.source.menu(grid, restriction, optimistic=optimistic) for restriction in restrictions)
             menus = [menu for menu in found if menu is not None]
             if menus:
@@ -384,13 +376,13 @@ class Searcher:
         """Least seconds of one micro-batch through all modules."""
         key = (grid.num_ranks, grid.micro_batch, grid.num_stages > 1)
         if key not in self._quick:
-            menu = self.source.menu(grid, Restriction())
+            menu = self.source.menu(replace(grid, zero=1), Restriction())
             total = float("inf")
             if menu is not None:
                 least = [float((table.forward + table.backward).min()) for table in menu.tables]
                 total = sum(n * seconds for n, seconds in zip(self.chain.totals.tolist(), least, strict=True))
             self._quick[key] = total
-        return self._quick[key]
+        return self._quick[key] + (self.source.least_gathered_seconds(grid) if grid.zero in SHARDED else 0.0)
 
     def _even_boundaries(self, num_stages: int) -> tuple[int, ...] | None:
         if num_stages not in self._even:

@@ -20,6 +20,8 @@ from specs.cluster import ClusterSpec, LinkLevel
 from specs.plan import Schedule, TrainingSpec
 
 RankOrder = Literal["replica", "stage"]
+# Levels that send gradients (2) and gather weights (3) in every micro-batch.
+SHARDED: tuple[Literal[2, 3], ...] = (2, 3)
 Positions = npt.NDArray[np.int64]
 
 
@@ -36,7 +38,7 @@ class Grid:
     micro_batch: int
     num_micro_batches: int
     schedule: Schedule
-    zero: Literal[0, 1]
+    zero: Literal[0, 1, 2, 3]
     order: RankOrder = "replica"
 
     @property
@@ -49,6 +51,10 @@ class Grid:
         if self.order == "stage":
             return stage * self.num_replicas * self.num_ranks + replicas * self.num_ranks + ranks
         return replicas * self.ranks_per_replica + stage * self.num_ranks + ranks
+
+    def all_positions(self) -> Positions:
+        """Positions of every stage: [stage, replica, rank of the stage]."""
+        return np.stack([self.stage_positions(stage) for stage in range(self.num_stages)])
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations the stage holds at its peak."""
@@ -90,6 +96,13 @@ class Topology:
         together = int((nodes == nodes[0]).sum())
         return Span(len(positions), "scale_up" if together == len(positions) else "scale_out", together)
 
+    def spans(self, groups: Positions) -> set[Span]:
+        """What kinds of groups there are, by their positions, [group, member]."""
+        nodes = self._nodes[groups]
+        size = groups.shape[1]
+        together = np.unique((nodes == nodes[:, :1]).sum(axis=1))
+        return {Span(size, "scale_up" if number == size else "scale_out", number) for number in together.tolist()}
+
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
@@ -102,7 +115,9 @@ def enumerate_grids(
 ) -> Iterator[Grid]:
     """Every grid that uses all usable ranks and divides the global batch, from few ranks per stage to many.
 
-    Yields the variant with sharded optimizer and neighbouring stages only; `variants` has the others.
+    Yields the variant with sharded optimizer and neighbouring stages only; `variants` has the others.  Sharded
+    gradients (zero 2) and weights (zero 3) cost something in every micro-batch, so they are points of their own, and
+    only where there is one stage: a pipeline needs many micro-batches.
     """
     total = topology.num_ranks
     for num_ranks in divisors(total):
@@ -117,10 +132,15 @@ def enumerate_grids(
                 yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, "1f1b", 1)
                 if num_stages > 1 and share > micro_batch:
                     yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, "gpipe", 1)
+                if num_stages == 1 and num_ranks * num_replicas > 1:
+                    for zero in SHARDED:
+                        yield Grid(1, num_ranks, num_replicas, micro_batch, share // micro_batch, "1f1b", zero)
 
 
 def variants(grid: Grid) -> list[Grid]:
     """A grid with and without sharded optimizer, and in both orders of ranks, where that makes a difference."""
+    if grid.zero in SHARDED:
+        return [grid]
     shardings: tuple[Literal[0, 1], ...] = (1, 0) if grid.num_ranks * grid.num_replicas > 1 else (0,)
     orders: tuple[RankOrder, ...] = (
         ("replica", "stage") if grid.num_stages > 1 and grid.num_replicas > 1 else ("replica",)

@@ -30,7 +30,8 @@ class UniformSearch:
         self._source = source
         self._grid = grid
         self._boundaries = boundaries
-        self._menu = source.menu(grid, Restriction((grid.num_ranks,), mode))
+        tied = grid.num_ranks if source.tied and grid.num_stages == 1 else None
+        self._menu = source.menu(grid, Restriction((grid.num_ranks,), mode, tied=tied))
         self.divides = self._menu is not None
         room = capacity - source.edge_bytes(grid)
         self.state_fits = self._menu is not None and float((self._counts @ self._column("static")).max()) <= room

@@ -41,7 +41,7 @@ def all_pipelines(
 def _stages(
     model: ModelSpec, num_ranks: int, num_stages: int, known: frozenset[tuple[str, int, str]]
 ) -> Iterator[tuple[Stage, ...]]:
-    """All cuts between layers, all options of all modules, with and without sharded optimizer."""
+    """All cuts between layers, all options of all modules, optimizer (1), gradients (2) and weights (3) sharded."""
     named = model.modules()
     starts = [i for i in range(1, len(named)) if _layer(named[i].name) != _layer(named[i - 1].name)]
     options = []
@@ -50,7 +50,7 @@ def _stages(
         options.append([(t, mode) for t in degrees for kind, d, mode in known if (kind, d) == (module.kind, t)])
     for inner in combinations(starts, num_stages - 1):
         for chosen in product(*options):
-            for zero in (0, 1):
+            for zero in (0, 1, 2, 3) if num_stages == 1 else (0, 1):
                 placed = [
                     ModulePlacement(module=name, blocks=(t,) * (num_ranks // t), recompute=mode, zero=zero)
                     for (name, _), (t, mode) in zip(named, chosen, strict=True)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,17 @@ def test_a_time_limit_is_kept_and_the_gap_says_so():
     assert plan.certificate.status == "feasible"
     assert plan.certificate.pruned["time limit"] > 0
     assert plan.certificate.bound < plan.certificate.objective_value
+
+
+@pytest.mark.parametrize("freedom", ["uniform", "layers"])
+def test_a_tied_weight_in_one_stage_is_counted_once(freedom):
+    job = problem("gpt2", "h100x2", 8, 1024)
+    plan = make_plan(job, device_costs, objective="step-time", freedom=freedom)
+    assert job.model.head.tied
+    assert len(plan.pipelines[0].stages) == 1
+    capped = replace(job, memory_cap_bytes=plan.predicted.peak_memory_bytes)
+    again = make_plan(capped, device_costs, objective="step-time", freedom=freedom)
+    assert again.predicted.step_time_seconds == plan.predicted.step_time_seconds
 
 
 def test_uniform_plans_are_uniform(plan_8b):
