@@ -16,6 +16,7 @@ from planner.memory_goal import MEMORY_TOLERANCE, least_memory
 from planner.problem import CostMaker, Pricer, Problem, make_searcher
 from planner.rate_choices import rate_choices
 from planner.search import TOLERANCE, Engine, Freedom, Outcome, Searcher
+from planner.unlike_rung import for_unlike_devices
 from specs.plan import Certificate, Objective, Plan
 
 
@@ -65,7 +66,7 @@ def make_plan(
         chosen = outcome.layout
         ladder = (*ladder, goodput_rung(pricer.predictions[best.layout], pricer.predictions[chosen], chosen))
     plan, fitting = pricer.plan(chosen), {x: p for x, p in pricer.predictions.items() if pricer.fits(p)}
-    return plan.with_results(
+    made = plan.with_results(
         predicted=pricer.predictions[chosen],
         certificate=Certificate(
             engine=engine,
@@ -85,6 +86,9 @@ def make_plan(
         rate_choices=rate_choices(plan, fitting, chosen),
         alternatives=alternatives(searcher, incumbent, pricer.predictions, chosen, pricer.memory_bytes, top_k),
     )
+    if problem.cluster.slow and objective != "memory" and freedom in ("modules", "cuts"):
+        return for_unlike_devices(problem, searcher, made, chosen, freedom, deadline=deadline)
+    return made
 
 
 def _deliver(problem: Problem, searcher: Searcher, pricer: Pricer, freedom: Freedom, *, deadline: float) -> Outcome:

@@ -1,0 +1,143 @@
+"""Plans adapted to ranks of unlike speeds: cuts and shares against complete enumeration, and what they buy."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from cost_models.sources import device_costs
+from cost_models.step import price
+from planner.make import make_plan
+from planner.problem import Problem
+from planner.unlike import adapt, proportional_cuts, replace_parts
+from specs.model import num_units
+from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
+from specs.presets import load_cluster, load_model
+from tests.synthetic_costs import SyntheticCosts, cluster, tiny_model
+
+MADE = Provenance(created_by="tests", created_at="2026-01-01T00:00:00Z")
+
+
+def all_cuts(size, parts):
+    for inner in combinations(range(1, size), parts - 1):
+        yield (0, *inner, size)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 9), st.data())
+def test_units_go_by_speed_as_well_as_whole_units_can(parts, more, data):
+    weights = [data.draw(st.sampled_from([0.2, 0.5, 0.7, 0.9, 1.0, 1.3])) for _ in range(parts)]
+    size = parts + more
+
+    def slowest(cuts):
+        return max((b - a) / w for (a, b), w in zip(pairwise(cuts), weights, strict=True))
+
+    found = proportional_cuts(size, weights)
+    assert found in set(all_cuts(size, parts))
+    assert slowest(found) == pytest.approx(min(slowest(cuts) for cuts in all_cuts(size, parts)))
+
+
+def plan_of(model, machine, training, *, blocks, replicas, micro_batch, cuts=None):
+    """One stage over all ranks of a replica; the same blocks and cuts for every module."""
+    placed = tuple(
+        ModulePlacement(module=name, blocks=blocks, cuts=None if cuts is None else cuts[name])
+        for name, _ in model.modules()
+    )
+    size = sum(blocks)
+    ranks = machine.ranks()
+    share = training.global_batch // replicas
+    return Plan(
+        made=MADE,
+        model=model,
+        cluster=machine,
+        training=training,
+        pipelines=(Pipeline(micro_batch=micro_batch, stages=(Stage(num_ranks=size, modules=placed),)),),
+        replicas=tuple(
+            Replica(pipeline=0, ranks=ranks[r * size : (r + 1) * size], sequences=share) for r in range(replicas)
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_of_a_block_with_a_slow_rank_against_all_cuts(seed):
+    """Blocks over the whole stage: every way to cut every module (tokens make no difference to the work there)."""
+    generator = random.Random(seed)
+    size = generator.choice([2, 2, 3])
+    machine = cluster(1, size).model_copy(update={"slow": {generator.randrange(size): generator.choice([0.4, 0.6])}})
+    model = tiny_model(seed)
+    if any(num_units(module) < size for _, module in model.modules()):
+        pytest.skip("fewer units than ranks")
+    training = TrainingSpec(global_batch=2, seq_len=6)
+    costs = SyntheticCosts(seed)
+    plan = plan_of(model, machine, training, blocks=(size,), replicas=1, micro_batch=1)
+    found = adapt(plan, costs, 10**9)
+    # Modules take a stage one after another, so the best cut of each is the best of all.
+    best = 0.0
+    for name, module in model.modules():
+        seconds = []
+        for cut in all_cuts(num_units(module), size):
+            stage = plan.pipelines[0].stages[0]
+            modules = [p.model_copy(update={"cuts": (cut,) if p.module == name else None}) for p in stage.modules]
+            pipeline = plan.pipelines[0].model_copy(
+                update={"stages": (stage.model_copy(update={"modules": tuple(modules)}),)}
+            )
+            seconds.append(price(replace_parts(plan, [pipeline], plan.replicas), costs).step_time_seconds)
+        best += price(plan, costs).step_time_seconds - min(seconds)
+    least = price(plan, costs).step_time_seconds - best
+    assert found.seconds <= price(plan, costs).step_time_seconds
+    # Units of attention also carry the KV heads they read, and sums once a step differ: so not to the last digit.
+    assert found.seconds <= least * 1.03
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_shares_of_replicas_against_all_shares(seed):
+    generator = random.Random(seed)
+    replicas = generator.choice([2, 3, 4])
+    slow = {rank: generator.choice([0.3, 0.5, 0.8]) for rank in range(replicas) if generator.random() < 0.5} or {0: 0.5}
+    machine = cluster(1, replicas).model_copy(update={"slow": slow})
+    model = tiny_model(seed)
+    training = TrainingSpec(global_batch=replicas * generator.choice([2, 3, 4]), seq_len=6)
+    costs = SyntheticCosts(seed)
+    plan = plan_of(model, machine, training, blocks=(1,), replicas=replicas, micro_batch=1)
+    found = adapt(plan, costs, 10**9)
+    prices = []
+    for shares in product(range(1, training.global_batch), repeat=replicas):
+        if sum(shares) != training.global_batch:
+            continue
+        dealt = [r.model_copy(update={"sequences": n}) for r, n in zip(plan.replicas, shares, strict=True)]
+        try:
+            prices.append(price(replace_parts(plan, plan.pipelines, dealt), costs).step_time_seconds)
+        except ValidationError:
+            continue
+    assert found.seconds == pytest.approx(min(prices), rel=1e-6)
+    assert sum(replica.sequences for replica in found.plan.replicas) == training.global_batch
+
+
+def test_equal_ranks_change_nothing():
+    model, training = tiny_model(3), TrainingSpec(global_batch=4, seq_len=6)
+    plan = plan_of(model, cluster(1, 2), training, blocks=(1,), replicas=2, micro_batch=1)
+    found = adapt(plan, SyntheticCosts(3), 10**9)
+    assert found.plan is plan
+    assert found.changes == ()
+
+
+@pytest.mark.parametrize(("slow", "least"), [({3: 0.8, 12: 0.7}, 0.10), (dict.fromkeys(range(8), 0.5), 0.15)])
+def test_the_rung_pays_on_a_real_model(slow, least):
+    """Two slow GPUs of 16, and a node of a type half as fast beside a faster one."""
+    machine = load_cluster("h100x16").model_copy(update={"slow": slow})
+    training = TrainingSpec(global_batch=128, seq_len=8192)
+    problem = Problem(load_model("llama-3-8b"), machine, training, MADE)
+    plan = make_plan(problem, device_costs, objective="step-time", freedom="modules")
+    rung = plan.ladder[-1]
+    assert rung.freedom == "+ unlike devices"
+    assert rung.gain_over_previous > least
+    assert plan.predicted.step_time_seconds == pytest.approx(rung.step_time_seconds)
+    again = price(plan, device_costs(machine, training))
+    assert again.step_time_seconds == pytest.approx(plan.predicted.step_time_seconds)
+    assert plan.predicted.peak_memory_bytes <= problem.memory_bytes
+    assert plan.certificate.bound <= plan.certificate.objective_value
