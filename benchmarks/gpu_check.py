@@ -179,6 +179,8 @@ def main() -> None:
         )
         sys.exit(2)
     device = torch.device("cpu" if options.tiny else "cuda")
+    if options.tiny:
+        torch.set_num_threads(1)  # as the workers do
     found = check(TINY if options.tiny else REAL, device, options.out)
     text = json.dumps(found, indent=1) + "\n"
     name = "tiny" if options.tiny else found["device"].lower().replace(" ", "-")

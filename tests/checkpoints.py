@@ -40,6 +40,30 @@ def train_part(plan_json: str, folder: str, last_step: int, keep: int = 10) -> l
     return losses
 
 
+def continue_part(plan_json: str, folder: str, dtype: torch.dtype, last_step: int) -> tuple[list[float], list]:
+    """`train_part` in any type; losses, and this rank's weights at the end as (name, start, stop, values)."""
+    plan = Plan.model_validate_json(plan_json)
+    found = agree_on_checkpoint(Path(folder))
+    seed = SEED if found is None else SEED + 1
+    engine = Engine(plan, OPTIONS, device=torch.device("cpu"), seed=seed, dtype=dtype)
+    done = 0
+    if found is not None:
+        place, manifest, _ = found
+        load_checkpoint(engine, place, manifest)
+        done = manifest.step
+    losses = _steps(plan, engine, range(done + 1, last_step + 1))
+    if found is None:
+        saver = Saver(engine, Path(folder), seed=SEED, keep=1)
+        saver.start(last_step)
+        saver.finish()
+    weights = [
+        (name, tensor.elements.start, tensor.elements.stop, tensor.parameter.detach().reshape(-1).numpy())
+        for name, tensors in engine.local.items()
+        for tensor in tensors
+    ]
+    return losses, weights
+
+
 HELD_SECONDS = 1.0
 
 

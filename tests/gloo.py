@@ -35,7 +35,8 @@ def _serve(rank: int, tasks: Any, results: Any) -> None:
 class GlooPool:
     """`run(function, world_size, *arguments)` calls a module-level function on every rank."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, timeout_seconds: float = 120.0) -> None:
+        self._timeout_seconds = timeout_seconds
         # No OpenMP team per worker: several ranks share few cores.
         os.environ["OMP_NUM_THREADS"] = "1"
         context = mp.get_context("spawn")
@@ -59,7 +60,7 @@ class GlooPool:
         results: dict[int, Any] = {}
         failures = []
         for _ in range(world_size):
-            rank, ok, value = self._results.get(timeout=120)
+            rank, ok, value = self._results.get(timeout=self._timeout_seconds)
             if ok:
                 results[rank] = value
             else:
