@@ -33,3 +33,11 @@ def test_bf16_follows_fp32(gloo_pool: GlooPool, zero: int) -> None:
     assert (weights, masters) == ({torch.bfloat16}, {torch.float32})
     assert exact[-1] < exact[0] - 1.0
     assert rounded == pytest.approx(exact, abs=0.05)
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1024, 5000, 2**20 + 7])
+def test_the_norm_by_rows_is_that_in_float64(size: int) -> None:
+    from executor.optimizer import square_sum
+
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    assert float(square_sum(values)) == pytest.approx(float(values.double().square().sum()), rel=2e-7)
