@@ -16,7 +16,7 @@ from planner.memory_goal import MEMORY_TOLERANCE, least_memory
 from planner.problem import CostMaker, Pricer, Problem, make_searcher
 from planner.rate_choices import rate_choices
 from planner.search import TOLERANCE, Engine, Freedom, Outcome, Searcher
-from planner.unlike_rung import for_unlike_devices
+from planner.unlike_rung import EQUAL_SHARE, for_unlike_devices
 from specs.plan import Certificate, Objective, Plan
 
 
@@ -41,7 +41,8 @@ def make_plan(
     divides, costs that were not measured).
     """
     start = time.monotonic()
-    deadline = start + time_limit_seconds
+    unlike = bool(problem.cluster.slow) and objective != "memory" and freedom in ("modules", "cuts")
+    deadline = start + time_limit_seconds * (EQUAL_SHARE if unlike else 1.0)
     costs = make_costs(problem.cluster, problem.training)
     searcher = make_searcher(problem, costs, engine)
     pricer = Pricer(problem, searcher)
@@ -86,8 +87,9 @@ def make_plan(
         rate_choices=rate_choices(plan, fitting, chosen),
         alternatives=alternatives(searcher, incumbent, pricer.predictions, chosen, pricer.memory_bytes, top_k),
     )
-    if problem.cluster.slow and objective != "memory" and freedom in ("modules", "cuts"):
-        return for_unlike_devices(problem, searcher, made, chosen, freedom, deadline=deadline)
+    if unlike:
+        whole = start + time_limit_seconds
+        return for_unlike_devices(problem, searcher, made, chosen, freedom, deadline=whole)
     return made
 
 

@@ -119,9 +119,13 @@ class _Search:
         return Adapted(plan, predicted, tuple(dict.fromkeys((*before.changes, change))))
 
     def better(self, before: Adapted, pipelines: Sequence[Pipeline], replicas: Sequence[Replica], how: str) -> Adapted:
-        """The changed plan if it fits and is faster."""
+        """The changed plan, equal pipelines made one, if it fits and is faster."""
+        kept = list(dict.fromkeys(pipelines))
+        merged = [
+            replica.model_copy(update={"pipeline": kept.index(pipelines[replica.pipeline])}) for replica in replicas
+        ]
         try:
-            plan = replace_parts(before.plan, pipelines, replicas)
+            plan = replace_parts(before.plan, kept, merged)
         except ValidationError:
             return before
         after = self.taken(before, plan, how)

@@ -17,6 +17,8 @@ from planner.search import TOLERANCE, Freedom, Searcher
 from planner.unlike import Adapted, adapt
 from specs.plan import LadderRung, Plan
 
+# Part of the time for layouts that treat all ranks alike: no bound of theirs knows of slow ranks, so few are ruled out.
+EQUAL_SHARE = 0.25
 # Shapes (stages, ranks, replicas) whose best layout is adapted.
 SHAPES = 4
 
