@@ -16,7 +16,7 @@ import cli
 from specs.presets import cluster_preset, model_preset
 from tests import plans, runs
 from tests.test_docs import PAGES, blocks
-from tests.test_report import eventful_run, priced
+from tests.test_report import priced
 
 # Commands that start workers, or need what they made.
 WORKERS = ("profile", "train", "generate", "eval", "export-weights")
@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name in ("plan.json", "a.json", "b.json", "other.json"):
         priced(gpt2).save(folder / name)
-    runs.write(folder / "runs" / "first", eventful_run(), of=priced(runs.plan()))
+    runs.write(folder / "runs" / "first", runs.whole_run(), of=priced(runs.plan()))
     (folder / "incidents.csv").write_text("class,repair_hours\ngpu,2\ngpu,30\nhost,4\n")
     (folder / "benchmarks").symlink_to(Path(__file__).resolve().parents[1] / "benchmarks")
     return folder

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import cli
 from tests import runs
-from tests.test_report import eventful_run, priced
+from tests.test_report import priced
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--model", "gpt2", "--cluster", "h100x8", "--global-batch", "64", "--seq-len", "512", "--time-limit", "5")
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words[words.index("64")] = batch
         result = CliRunner().invoke(cli.app, words)
         assert result.exit_code == 0, result.output
-    runs.write(folder / "run", eventful_run(), of=priced(runs.plan()))
+    runs.write(folder / "run", runs.whole_run(), of=priced(runs.plan()))
     (folder / "incidents.csv").write_text("class,repair_hours\ngpu,2\ngpu,30\nhost,4\n")
     return folder
 
