@@ -57,7 +57,11 @@ def plan(
 ) -> None:
     """Find the layout with the most goodput, and show why: time and memory by term, and what each freedom buys."""
     import json
+    import os
     import shlex
+
+    # The search's matrices are small: threads of numpy's BLAS, not yet imported here, would only wait for each other.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
     from commands.sources import plot_step
     from planner.constraints import Constraints
