@@ -31,6 +31,7 @@ from executor.messages import (
     Store,
     StoreOpen,
 )
+from recovery.absent import Absent
 from recovery.generation import Generation
 from recovery.incident import Incident
 from recovery.log import SupervisorLog
@@ -69,13 +70,12 @@ class Supervisor:
     ) -> None:
         self._options, self._way_on, self._original = options, way_on, plan
         self._way = Way(plan, "as planned", "")  # of the generation to come
-        self._faults, self._returns = list(faults), dict(returns or {})
+        self._faults = list(faults)
         self._workers = Workers(["executor.member", str(options.out)], plan.cluster.num_devices)
         self._log = SupervisorLog(options, started)
         self._patience = Patience(options.hang_seconds)
         self._generation = Generation(-1, self._way, -1)
-        self._lost: dict[int, str] = {}  # devices that are not used, with the cause
-        self._retry_at: dict[int, float] = {}  # when a lost device is tried again, monotonic
+        self._absent = Absent(options.return_after_seconds, returns or {})
         self._incident: Incident | None = None
         self._injected: float | None = None  # time of a drill's fault that is not discovered yet
         self._crashed_after: list[int] = []  # steps after which a worker ended of an exception
@@ -113,7 +113,7 @@ class Supervisor:
 
     def _ask_to_retry(self, signum: int, frame: object) -> None:  # noqa: ARG002
         """Lost devices are said to be back."""
-        self._retry_at = dict.fromkeys(self._lost, 0.0)
+        self._absent.retry_now()
 
     def _train(self) -> None:
         while True:
@@ -198,9 +198,7 @@ class Supervisor:
                 f"worker {lost.rank} {lost.cause}; the other workers were ended. What it had to say is above. "
                 f"{AFTER_CRASH}"
             )
-        self._lost[lost.rank] = lost.cause
-        if self._options.return_after_seconds is not None:
-            self._retry_at[lost.rank] = time.monotonic() + self._options.return_after_seconds
+        self._absent.add(lost.rank, lost.cause)
         self._generation.finished.pop(lost.rank, None)
         if lost.rank in self._generation.members:
             if detection is None:
@@ -274,8 +272,9 @@ class Supervisor:
             if generation.broken:
                 raise _BrokenError
             self._look_for_slow_ranks()
-            self._call_back()
-            wanted = self._stop_asked or self._back or self._heavy
+            self._absent.call_back(self._log.step, self._workers)
+            back = self._absent.back(self._workers)
+            wanted = self._stop_asked or back or self._heavy or self._absent.awaited
             if wanted and not generation.is_pausing:
                 generation.is_pausing = True
                 self._tell(generation.members, Pause())
@@ -283,24 +282,21 @@ class Supervisor:
     def _after_pause(self) -> None:
         """All members stand at the end of the same step."""
         generation = self._generation
+        back, heavy = self._absent.back(self._workers), self._heavy
+        if self._absent.awaited - back and not self._stop_asked:
+            return
         generation.paused.clear()
         generation.is_pausing = False
-        back, heavy = self._back, self._heavy
         if (back or heavy) and not self._stop_asked:
-            incident = self._open_incident()
+            incident = self._incident = self._incident or Incident(since_step=0.0, detection=0.0)
             incident.returned |= back
             incident.slow.update(heavy)
             self._lighter.update(heavy)
             for rank in back:
-                del self._lost[rank]
+                self._absent.remove(rank)
             generation.breaks(f"{words(back)} back" if back else f"{words(heavy)} slow")
         else:
             self._tell(generation.members, Continue(stop=bool(self._stop_asked)))
-
-    @property
-    def _back(self) -> set[int]:
-        """Lost devices that have a worker again."""
-        return {rank for rank in self._lost if self._workers.is_ready(rank)}
 
     @property
     def _heavy(self) -> dict[int, float]:
@@ -308,29 +304,24 @@ class Supervisor:
         found = {rank: factor for rank, factor in self._slow.items() if rank not in self._lighter}
         return found if self._options.rebalance else {}
 
-    def _call_back(self) -> None:
-        """Start workers on lost devices whose time has come; training goes on until they are ready."""
-        due = {rank for rank, at in self._retry_at.items() if time.monotonic() >= at}
-        due |= {rank for rank, step in self._returns.items() if rank in self._lost and self._log.step >= step}
-        for rank in due:
-            self._retry_at.pop(rank, None)
-            self._returns.pop(rank, None)
-            if rank in self._lost and rank not in self._workers.ranks:
-                self._workers.start(rank)
-
     def _look_for_hangs(self) -> None:
         """End members that the others wait for in vain; they are lost then."""
+        if not self._generation.active:
+            self._patience.progress()
         active = [rank for rank in self._generation.active if self._workers.is_ready(rank)]
         silent = {rank: time.monotonic() - self._workers.worker(rank).heard for rank in active}
         over = self._patience.is_over
         if not over and max(silent.values(), default=0.0) < self._patience.silence:
             return
+        starting = self._workers.ranks.intersection(self._generation.active).difference(active) if over else ()
+        for rank in starting:
+            self._lose(self._workers.kill(rank, f"did not start in {self._patience.waited:.0f} s"))
         waited = self._patience.waited
         found = suspects(active, silent, {rank: self._workers.worker(rank).pong for rank in active}, stalled=over)
         for suspect in found:
             lost = self._workers.kill(suspect.rank, suspect.cause)
             self._lose(lost, detection=max(0.0, waited - self._patience.median))
-        if not found:
+        if not found and not starting:
             self._open_incident()
             self._generation.breaks("all members wait for each other")
 
@@ -371,21 +362,23 @@ class Supervisor:
         """The plan for the devices that are left."""
         incident = self._open_incident()
         incident.enter("replanning")
-        if self._lost and self._options.on_loss == "restart":
+        if self._absent.causes and self._options.on_loss == "restart":
             self._restart_lost()
         else:
             try:
-                self._way = self._way_on(frozenset(self._lost), self._lighter)
+                self._way = self._way_on(self._absent.ranks, self._lighter)
             except PlaitError as error:
-                then = "The lost workers are started again on their devices." if self._lost else "The plan stays."
+                then = (
+                    "The lost workers are started again on their devices." if self._absent.causes else "The plan stays."
+                )
                 self._log.note(f"{error} {then}")
                 self._restart_lost()
         incident.enter("reforming")
 
     def _restart_lost(self) -> None:
-        self._open_incident().restarted.update(self._lost)
-        self._lost.clear()
-        self._retry_at.clear()
+        for rank in self._absent.ranks:
+            self._open_incident().restarted.add(rank)
+            self._absent.remove(rank)
         self._way = Way(self._original, "as planned", "")
 
     def _end(self) -> None:

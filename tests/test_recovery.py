@@ -109,8 +109,7 @@ def test_two_ranks_are_lost_and_no_step_is(tmp_path: Path, corpus: Path, clean: 
 
 def test_a_stage_is_lost_and_comes_back_then_one_freezes(tmp_path: Path, corpus: Path, clean: Path) -> None:
     plan = _plan([ReplicaShape([ONE, ONE], 1, 6)] * 2)
-    faults = ["--kill", "3@3:forward", "--return", "3@3", "--stop", "1@11"]
-    faults += ["--slow", "0@4:30"]  # so that there is time to come back
+    faults = ("--kill", "3@3:forward", "--return", "3@3", "--stop", "1@9")
     gone, back, frozen = _drill(plan, tmp_path, corpus, clean, *faults)
     assert gone.world_size < 4
     assert back.world_size == 4
