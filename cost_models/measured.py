@@ -7,14 +7,13 @@ from functools import cached_property
 from statistics import fmean
 
 from cost_models.activations import activation_bytes
-from cost_models.working import working_bytes
-
 from cost_models.flops import forward_flop, largest_units, score_flop
 from cost_models.interface import ModuleCost
 from cost_models.interpolate import log_log
 from cost_models.share import Share
 from cost_models.stacks import stack
 from cost_models.stragglers import expected_maximum
+from cost_models.working import working_bytes
 from specs.cluster import ClusterSpec, CollectiveOp, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
