@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +71,12 @@ def page(inputs: Inputs, *, source: str) -> str:
     plan = inputs.plan
     if plan.predicted is None:
         raise BadInputError(f"{source}: the plan has no predicted numbers. Add them with `plait estimate`.")
-    comparison = compare(plan, inputs.records, where=source) if inputs.records else None
+    comparison, missing = None, list(inputs.missing)
+    try:
+        comparison = compare(plan, inputs.records, where=source) if inputs.records else None
+    except BadInputError as error:  # a run that broke off before it was warm has its history all the same
+        missing.append(f"Measured beside predicted: {error}")
+    inputs = replace(inputs, missing=tuple(missing))
     lead = headline(plan).split("\n")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -152,6 +157,8 @@ def _run_sections(inputs: Inputs) -> list[Section]:
     if not inputs.records:
         return []
     attempts = attempts_of(inputs.records)
+    if not any(attempt.steps for attempt in attempts):
+        return []
     account = account_of(attempts)
     wasted = account.num_wasted_steps
     text = (

@@ -16,6 +16,7 @@ import cli
 from specs.presets import cluster_preset, model_preset
 from tests import plans, runs
 from tests.test_docs import PAGES, blocks
+from tests.test_import import TWO_NODES, json_output, put, table
 from tests.test_report import priced
 
 # Commands that start workers, or need what they made.
@@ -25,7 +26,7 @@ NAMES = {"RUN": "runs/first", "FOLDER": "OUT"}
 # Sizes of real jobs, by what two processes of this machine do in seconds.
 SMALL = {
     "--model": "tiny",
-    "--steps": "2",
+    "--steps": "5",
     "--seq-len": "64",
     "--global-batch": "8",
     "--max-tokens": "2",
@@ -76,6 +77,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         priced(gpt2).save(folder / name)
     runs.write(folder / "runs" / "first", runs.whole_run(), of=priced(runs.plan()))
     (folder / "incidents.csv").write_text("class,repair_hours\ngpu,2\ngpu,30\nhost,4\n")
+    put(folder, "all_reduce.txt", TWO_NODES)
+    put(folder, "gather.json", json_output())
+    put(folder, "topo.txt", table("NV18", cards=8))
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
+    (folder / "path" / "to" / "model").mkdir(parents=True)
+    put(folder / "path" / "to" / "model", "config.json", llama)
     (folder / "benchmarks").symlink_to(Path(__file__).resolve().parents[1] / "benchmarks")
     return folder
 
@@ -126,7 +140,7 @@ def test_commands_with_workers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if words[0] == "profile":
             words += ["--nproc", "2", "--rounds", "1", "--steps", "1", "--block-sequences", "1,2,4"]
         if words[0] == "train":
-            words += [] if "--steps" in words else ["--steps", "2"]
+            words += [] if "--steps" in words else ["--steps", "5"]
             at = words.index("--out") + 1
             words[at] = words[at] if not Path(words[at]).exists() else f"runs/{number}"
         if words[0] in ("report", "simulate"):

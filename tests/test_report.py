@@ -175,6 +175,17 @@ def test_a_page_of_a_run(tmp_path: Path) -> None:
     assert "wasted_progress" in said
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_page_of_a_run_that_broke_off(steps: int, tmp_path: Path) -> None:
+    records: list[Record] = [runs.start(1005.0), *runs.steps(1005.0, range(1, steps + 1), warm_up=steps)]
+    runs.write(tmp_path / "run", records, of=priced(runs.plan()))
+    html = report(tmp_path / "run", tmp_path / "report.html")
+    headings = Outline(html).headings
+    assert "What is not shown" in headings
+    assert "Measured beside predicted: " in html
+    assert ("What happened?" in headings) == (steps > 0)
+
+
 def test_a_page_without_predictions_is_refused(tmp_path: Path) -> None:
     plans.plan().save(tmp_path / "plan.json")
     result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "plan.json"), "-o", str(tmp_path / "out.html")])
