@@ -32,7 +32,7 @@ class RankWork:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int  # between two actions, at the most, with a chunk that comes and one that goes
+    activation_bytes: int  # between two actions, at the most, with a chunk that is on its way in
     flop: float
     sent_bytes: dict[CollectiveOp, float]
 
@@ -123,7 +123,7 @@ class PlanWork:
             weight_bytes=terms.weights,
             gradient_bytes=terms.gradients,
             optimizer_bytes=terms.optimizer,
-            activation_bytes=terms.activations + (2 * chunk if len(pipeline.stages) > 1 else 0),
+            activation_bytes=terms.activations + (chunk if len(pipeline.stages) > 1 else 0),
             flop=flop,
             sent_bytes={op: num_bytes for op, num_bytes in sent.items() if num_bytes},
         )
@@ -169,7 +169,9 @@ def _block_sends(module: Module, share: Share, recompute: Recompute, size: int) 
     scatter: Sent = ("reduce_scatter", (share.block_tokens - share.chunk_tokens) * token)
     match module:
         case Embedding():
-            passes = [scatter, gather]  # recomputation ends before it sends
+            # Recomputation ends with the last tensor that backward needs: after the sum only if it is worked on.
+            goes_on = module.num_positions > 0 or module.scale is not None
+            passes = [scatter] * (2 if recompute == "full" and goes_on else 1) + [gather]
         case Head():
             # the largest logit, then sums and the target's own, per token in 4 bytes
             ring = 2.0 * (share.degree - 1) / share.degree

@@ -197,12 +197,12 @@ class _Step:
                         out = self._forward(action, micro_batches(action.micro_batch), received, scale)
                         if self._place(action) == self._last_place:
                             yield out
+                        del out
                     case "W":
-                        with self._clock.term("backward"):
-                            for work in self._deferred.pop((action.virtual, action.micro_batch)):
-                                work.run()
+                        self._weights(action)
                     case _:
                         self._backward(action, received)
+            received = None  # nothing of an action outlives it here
         with self._clock.term("pipeline_idle"):
             for outbox in self._outboxes.values():
                 outbox.finish()
@@ -236,6 +236,12 @@ class _Step:
             assert chunk.grad is not None
             with self._clock.term("pipeline_idle"):
                 self._outboxes["B"].send(chunk.grad)
+
+    def _weights(self, action: Action) -> None:
+        deferred = self._deferred.pop((action.virtual, action.micro_batch))
+        with self._clock.term("backward"):
+            while deferred:  # each is freed as soon as it is done
+                deferred.pop(0).run()
 
     def _place(self, action: Action) -> int:
         """Which virtual stage of the whole chain an action is about."""

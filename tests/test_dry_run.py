@@ -35,13 +35,15 @@ PRESETS = (
 )
 
 
-def agree(played: RankWork, formulas: RankWork, *, whole: bool = True) -> None:
-    """Not `whole`: experts get whole tokens, in the formulas fractions."""
+def agree(played: RankWork, formulas: RankWork, *, whole: bool = True, passing_bytes: int = 0) -> None:
+    """Not `whole`: experts get whole tokens, in the formulas fractions.  `passing_bytes`: chunks that come and go."""
     # Sharded buckets are padded to the number of their owners.
     assert played.weight_bytes == pytest.approx(formulas.weight_bytes, rel=1e-6)
     assert played.gradient_bytes == pytest.approx(formulas.gradient_bytes, rel=1e-6)
     assert played.optimizer_bytes == pytest.approx(formulas.optimizer_bytes, rel=1e-6)
-    assert played.activation_bytes == pytest.approx(formulas.activation_bytes, rel=0.02)
+    assert played.activation_bytes == pytest.approx(
+        formulas.activation_bytes, abs=0.02 * formulas.activation_bytes + passing_bytes
+    )
     assert played.flop == pytest.approx(formulas.flop, rel=1e-9 if whole else 2e-2)
     assert played.sent_bytes == pytest.approx(formulas.sent_bytes, rel=1e-6 if whole else 2e-2)
 
@@ -67,9 +69,8 @@ def shapes(model: ModelSpec, seq_len: int) -> dict[str, Plan]:
     unlike = [ReplicaShape([StageShape(4)], 1, 2), ReplicaShape([StageShape(3)], 1, 1)]
     return {
         "mixed blocks": build(model, [ReplicaShape([StageShape(4, {"mlp": (2, 2)})], 2, 4)], seq_len=seq_len),
-        "full, interleaved": build(
-            model, [ReplicaShape(two, 1, 3, "interleaved", 2)], recompute="full", seq_len=seq_len
-        ),
+        "full": build(model, [ReplicaShape(two, 1, 3)], recompute="full", seq_len=seq_len),
+        "interleaved": build(model, [ReplicaShape(two, 1, 3, "interleaved", 2)], seq_len=seq_len),
         "selective, zero bubble": build(
             model, [ReplicaShape(two, 1, 3, "zb-h1")], recompute="selective", seq_len=seq_len
         ),
@@ -79,9 +80,10 @@ def shapes(model: ModelSpec, seq_len: int) -> dict[str, Plan]:
 
 
 def large() -> ModelSpec:
-    """Two layers of Llama 3 8B: what the formulas leave out (statistics of norms, tables) is small beside them."""
-    whole = model_preset("llama-3-8b")
-    return whole.model_copy(update={"layers": whole.layers[:2]})
+    """Two layers of GPT-2: what the formulas leave out (statistics of norms, tables) is small beside them."""
+    whole = model_preset("gpt2")
+    (layer,) = whole.layers
+    return whole.model_copy(update={"layers": (layer.model_copy(update={"repeat": 2}),)})
 
 
 LARGE = shapes(large(), 256)
@@ -93,7 +95,8 @@ def test_shapes_play_as_the_formulas_say(name: str) -> None:
     plan = LARGE[name]
     formulas = PlanWork(plan)
     for seat in formulas.fullest_seats():
-        agree(dry_run(plan, seat.process), formulas.of(seat))
+        chunk = 4 * 256 * plan.model.hidden // plan.pipelines[0].stages[0].num_ranks
+        agree(dry_run(plan, seat.process), formulas.of(seat), passing_bytes=3 * chunk)
 
 
 def run_static(plan_json: str) -> tuple[int, int]:
