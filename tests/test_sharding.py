@@ -47,6 +47,9 @@ def cases() -> dict[str, Plan]:
             f"zero {zero}, selective recomputation": build(
                 plain, [ReplicaShape([StageShape(4, ONES4)], 4, 8)], zero=zero, recompute="selective"
             ),
+            f"zero {zero}, split backward": build(
+                plain, [ReplicaShape([StageShape(2, ONES2), StageShape(2, ONES2)], 2, 8, "zb-h1")], zero=zero
+            ),
             f"zero {zero}, KV heads shared": build(plain, [ReplicaShape([StageShape(5)], 1, 3)], zero=zero),
             f"zero {zero}, experts": build(
                 experts(), [ReplicaShape([StageShape(4, {"moe": (2, 2), "attention": (1, 3)})], 4, 8)], zero=zero
