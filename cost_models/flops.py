@@ -55,7 +55,7 @@ def matrix_flop(module: Module, block_tokens: int, units: Interval) -> float:
         case Moe():
             routed = 2.0 * routed_tokens(module, block_tokens, units) * hidden * module.expert_ffn * 3
             shared_columns = module.shared_ffn * units.size / module.num_experts
-            router = 2.0 * block_tokens * hidden * module.num_experts
+            router = 2.0 * block_tokens * hidden * units.size  # of the rank's own tokens, all experts
             return routed + router + 2.0 * block_tokens * hidden * shared_columns * 3
         case Head():
             return 2.0 * block_tokens * hidden * units.size
