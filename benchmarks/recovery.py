@@ -4,7 +4,7 @@
 
 Four gloo ranks train the demo model in two replicas of two (attention whole on each rank, the rest cut two ways).
 Each rank is bound to one core (two ranks a core on a machine of two), so that a survivor does not become faster when
-its neighbour dies.  Ranks 3, 0 and 2 are killed one after the other and come back twelve steps later; then the same
+its neighbour dies.  Ranks 3, 0 and 2 are killed one after the other and come back a fifth of the run later; then the same
 under two other policies. Printed:
 
     after the loss of 1 of 4     median step and tokens/s, against the healthy run, predicted beside measured
@@ -46,6 +46,7 @@ from reports.failure_trace import compare_failures, render
 from reports.incidents import render as render_incidents
 from specs.base import load_document
 from specs.contingency import remade
+from specs.errors import NoPlanFitsError
 from specs.faults import Fault
 from specs.plan import Plan
 from specs.presets import model_preset
@@ -55,7 +56,6 @@ from specs.units import seconds as format_seconds
 from tests.layouts import ReplicaShape, StageShape, build
 
 LOST = (3, 0, 2)  # in this order
-BACK_AFTER = 12  # steps
 BATCH = 12  # sequences: a multiple of what two and three ranks share evenly
 
 
@@ -77,7 +77,7 @@ def bound_to_cores(run: Path) -> Iterator[None]:
     done = threading.Event()
 
     def bind() -> None:
-        while not done.wait(0.1):
+        while not done.wait(0.5):
             for rank, process in processes(run).items():
                 with contextlib.suppress(OSError):
                     for task in Path(f"/proc/{process}/task").iterdir():
@@ -104,6 +104,8 @@ def drop_replicas(plan: Plan, lost: frozenset[int]) -> Way:
     whole = [index for index, replica in enumerate(plan.replicas) if not lost.intersection(replica.ranks)]
     if len(whole) == len(plan.replicas):
         return Way(plan, "as planned", "")
+    if not whole:
+        raise NoPlanFitsError("every replica has lost a rank.")
     batch = plan.training.global_batch
     sequences = [batch // len(whole) if index in whole else 0 for index in range(len(plan.replicas))]
     left = remade(plan, sorted(lost), sequences=sequences, pipelines=(), replaced={}, stand_ins=(), global_batch=batch)
@@ -114,7 +116,7 @@ def trace(steps: int) -> tuple[list[Fault], dict[int, int]]:
     """Kills at even distances, and when each rank is back."""
     at = {rank: steps * (2 * i + 1) // (2 * len(LOST)) for i, rank in enumerate(LOST)}
     faults = [Fault(kind="kill", rank=rank, step=step, moment="forward") for rank, step in at.items()]
-    return faults, {rank: step + BACK_AFTER - 1 for rank, step in at.items()}
+    return faults, {rank: step + steps // 5 - 1 for rank, step in at.items()}
 
 
 def train(name: str, folder: Path, plan_path: Path, profile: Path, steps: int, *, drop: bool, stop: bool) -> Outcome:

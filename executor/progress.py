@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import TracebackType
 
 from rich.console import Console
@@ -21,7 +20,6 @@ class TrainingProgress:
         self._last, self._enabled = last, enabled
         self._console = Console(stderr=True)
         self._every = max(1, (last - done) // LINES_PER_RUN)
-        self._previous = time.monotonic()
         self._rate = 0.0
         self._bar: Progress | None = None
         if enabled and self._console.is_terminal:
@@ -50,7 +48,7 @@ class TrainingProgress:
         """Show what a record of the log says, if it is of interest here."""
         match record:
             case StepRecord():
-                self._step(record.step, record.loss, record.tokens)
+                self._step(record.step, record.loss, record.tokens, record.seconds)
             case ExpertLoadRecord():
                 name, share = max(record.share.items(), key=lambda item: max(item[1]))
                 busiest = share.index(max(share))
@@ -58,11 +56,9 @@ class TrainingProgress:
             case EvaluationRecord():
                 self.note(f"step {record.step}: held-out loss {record.loss:.4f}")
 
-    def _step(self, step: int, loss: float, tokens: int) -> None:
-        now = time.monotonic()
-        rate = tokens / max(now - self._previous, 1e-9)
+    def _step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        rate = tokens / max(seconds, 1e-9)
         self._rate = rate if self._rate == 0.0 else 0.8 * self._rate + 0.2 * rate
-        self._previous = now
         if self._bar is not None:
             self._bar.update(self._task, completed=step, loss=loss, rate=self._rate)
         elif self._enabled and (step % self._every == 0 or step == self._last):
@@ -74,9 +70,8 @@ class TrainingProgress:
             )
 
     def note(self, text: str) -> None:
-        """A line of its own; what it took does not count as a slow step."""
+        """A line of its own."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self._enabled:
             print(text, file=sys.stderr, flush=True)
-        self._previous = time.monotonic()
