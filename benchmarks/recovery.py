@@ -4,8 +4,8 @@
 
 Four gloo ranks train the demo model in two replicas of two (attention whole on each rank, the rest cut two ways).
 Each rank is bound to one core (two ranks a core on a machine of two), so that a survivor does not become faster when
-its neighbour dies.  Ranks 3, 0 and 2 are killed one after the other and come back a fifth of the run later; then the same
-under two other policies. Printed:
+its neighbour dies.  Ranks 3, 0 and 2 are killed one after the other and come back a fifth of the run later; then the
+same under two other policies.  Printed:
 
     after the loss of 1 of 4     median step and tokens/s, against the healthy run, predicted beside measured
     from kill to next step       seconds by part, each interruption
