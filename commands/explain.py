@@ -17,9 +17,7 @@ def explain(
     ] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say why every module runs as it does: what each other degree and recomputation would cost in time and memory, and
-    what more memory, faster links or one constraint less would buy (the plan is searched again for each).
-    """
+    """Say why every module runs as it does, what else would cost, and what one more GiB or faster links would buy."""
     import json
     from dataclasses import asdict
 
