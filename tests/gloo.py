@@ -25,6 +25,7 @@ def _serve(rank: int, tasks: Any, results: Any) -> None:
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
             )
             try:
+                dist.barrier()  # none may leave while another still connects to it
                 results.put((rank, True, function(*arguments)))
             finally:
                 dist.destroy_process_group()
