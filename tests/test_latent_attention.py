@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cost_models.activations import activation_bytes
-from cost_models.working import working_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_models.activations import activation_bytes
 from cost_models.flops import gathered_width, matrix_flop, score_flop
 from cost_models.kernels import products_of
 from cost_models.share import Share
 from cost_models.sources import device_costs
 from cost_models.step import price
+from cost_models.working import working_bytes
 from executor.collectives import Block
 from executor.layout import ModuleLayout
 from executor.stage import build_module

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cost_models.activations import activation_bytes
 
+from cost_models.activations import activation_bytes
 from cost_models.share import Share
 from profiles.collectives import group_layouts, payloads
 from profiles.modules import distinct_model
