@@ -162,7 +162,7 @@ CASES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda d: d.update(colour="red"), "colour: Extra inputs are not permitted"),
     (lambda d: d["training"].update(global_batch=0), "training.global_batch: Input should be greater than 0"),
     (lambda d: d.pop("model"), "model: Field required"),
-    (lambda d: placement(d, 0, 0).update(zero=3), "pipelines.0.stages.0.modules.0.zero: Input should be 0 or 1"),
+    (lambda d: placement(d, 0, 0).update(zero=4), "pipelines.0.stages.0.modules.0.zero: Input should be 0, 1, 2 or 3"),
     (
         lambda d: d["pipelines"][0].update(schedule="zbv"),
         "pipelines.0.schedule: Input should be '1f1b', 'gpipe', 'interleaved', 'zb-h1' or 'given'",

@@ -56,16 +56,18 @@ class Bed:
         check_machine(quotas=bool(self.slow))
         remove_left_behind()
         running = Running(self, f"{PREFIX}-{os.getpid()}")
-        previous = signal.signal(signal.SIGTERM, _interrupt)
+        # Ctrl-C too: a process that was started in the background may have inherited to ignore it.
+        previous = {which: signal.signal(which, _interrupt) for which in (signal.SIGINT, signal.SIGTERM)}
         try:
             running.make()
             yield running
         finally:
             # A second Ctrl-C must not leave half of it behind.
-            held = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for which in previous:
+                signal.signal(which, signal.SIG_IGN)
             remove(running.name)
-            signal.signal(signal.SIGINT, held)
-            signal.signal(signal.SIGTERM, previous)
+            for which, handler in previous.items():
+                signal.signal(which, handler)
 
 
 @dataclass
