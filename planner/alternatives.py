@@ -77,5 +77,5 @@ def _rejected(searcher: Searcher, name: str, num_stages: int, num_ranks: int, me
         if quick is None:
             reason = f"needs {num_bytes(needed)} at least, {num_bytes(needed - memory_bytes)} too much"
         else:
-            reason = f"slower: {format_seconds(quick)} at least, and more within memory"
+            reason = f"{format_seconds(quick)} with memory to spare, slower within this one"
     return Alternative(layout=name, step_time_seconds=None, peak_memory_bytes=needed, reason=reason)
