@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from executor.collectives import Finish
 from executor.layout import TensorHoldings
 from specs.layout import Interval, refine
 from specs.tensors import sharding_level
@@ -181,12 +182,12 @@ class Bucket:
             self._buffer = None
         return buffer
 
-    def put(self, scattered: torch.Tensor) -> None:
+    def put(self, finish: Finish) -> None:
         """A scattered sum of the own segment: the step's only one at level 1, else one of several."""
         if self.num_scattered == 0:
-            self.own_gradients().copy_(scattered)
+            finish(self.own_gradients())
         else:
-            self.own_gradients().add_(scattered)
+            self.own_gradients().add_(finish())
         self.num_scattered += 1
 
     def add_copy(self, values: torch.Tensor, weights: torch.Tensor) -> None:

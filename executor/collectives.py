@@ -16,7 +16,7 @@ from executor.clock import Clock
 from executor.weight_work import WeightWork
 
 # Waits for a collective that has begun and returns its result.
-Finish = Callable[[], torch.Tensor]
+Finish = Callable[..., torch.Tensor]  # of a sum: given a tensor, it writes there
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,10 @@ def all_gather(chunk: torch.Tensor, counts: Sequence[int], group: dist.ProcessGr
 def start_reduce_scatter(
     partial: torch.Tensor, counts: Sequence[int], position: int, group: dist.ProcessGroup | None
 ) -> Finish:
-    """Begin to sum everybody's `partial`, which must not change until the end; the rows of `position` are kept."""
+    """Begin to sum everybody's `partial`, which must not change until the end; the rows of `position` are kept.
+
+    The sum is written to the tensor that the end is given, if any.
+    """
     own = counts[position]
     if _uses_gloo(group):
         parts = partial.new_empty((len(counts) * own, *partial.shape[1:]))
@@ -121,9 +124,11 @@ def start_reduce_scatter(
         else:
             work = dist.reduce_scatter(parts, list(partial.split(list(counts))), group=group, async_op=True)
 
-    def finish() -> torch.Tensor:
+    def finish(out: torch.Tensor | None = None) -> torch.Tensor:
         work.wait()
         summands = parts.view(-1, own, *parts.shape[1:])
+        if out is not None:
+            return torch.sum(summands, dim=0, out=out)
         return summands.sum(dim=0) if len(summands) > 1 else summands[0]
 
     return finish

@@ -183,13 +183,14 @@ class GradientSync:
             return
         position = layout.owners.index(bucket.process)
         self._scattering.append((bucket, start_reduce_scatter(summands, layout.counts, position, group)))
-        while layout.zero >= 2 and len(self._scattering) > MAX_SCATTERING:
+        # Without overlap all buckets are ready at once: what they receive must not pile up.
+        while (layout.zero >= 2 or not self._overlap) and len(self._scattering) > MAX_SCATTERING:
             self._finish_scatter()
 
     def _finish_scatter(self) -> None:
         with self._clock.term("gradient_sync"):
             bucket, finish = self._scattering.popleft()
-            bucket.put(finish())
+            bucket.put(finish)
 
     def finish(self) -> None:
         """Sum what is left; every bucket's own gradients are then the sums over all owners."""
