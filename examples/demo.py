@@ -30,7 +30,7 @@ OUT = Path("runs/demo")
 MODEL = "demo"
 NUM_RANKS = 2
 GLOBAL_BATCH, SEQ_LEN = 8, 256
-MEMORY_CAP = "96MiB"
+MEMORY_CAP = "86MiB"
 TRAIN_STEPS = 120
 # Turns of both plans, a few steps each, so that a slow spell of the machine hits both.
 NUM_TURNS, TURN_STEPS = 2, 15
