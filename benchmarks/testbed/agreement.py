@@ -14,12 +14,11 @@ from pathlib import Path
 from scipy.stats import spearmanr
 
 from benchmarks.testbed.hosts import Bed
-from benchmarks.testbed.measure import NUM_TURNS, Measured, profile_of, take_turns
+from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
 from benchmarks.testbed.plans import plan_of, shapes
 from benchmarks.testbed.progress import Progress
 from cost_models.sources import measured_costs
 from cost_models.step import price
-from planner.start import start_plan
 from specs.plan import Plan, TrainingSpec
 from specs.presets import load_model
 
@@ -99,20 +98,7 @@ def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = N
         for shape in shapes(case.ranks, BATCH):
             plan = plan_of(shape, model, profile.cluster, training)
             plans[shape.name] = plan.with_results(predicted=price(plan, costs))
-        plans[CHOSEN] = start_plan(
-            model=MODEL,
-            cluster=None,
-            profile_path=folder / "profile.json",
-            global_batch=BATCH,
-            seq_len=SEQ_LEN,
-            precision="fp32",
-            memory_cap=None,
-            objective="step-time",
-            freedom="cuts",
-            time_limit_seconds=60.0,
-            top_k=0,
-            command="benchmarks/testbed",
-        )
+        plans[CHOSEN] = chosen_plan(folder, MODEL, batch=BATCH, seq_len=SEQ_LEN)
         with progress.count(f"{case.name}: {len(plans)} plans", num_turns * len(plans)) as advance:
             measured = take_turns(hosts, folder, plans, advance=advance, num_turns=num_turns)
     predicted, activation_errors = {}, {}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from benchmarks.testbed.hosts import Running
 from benchmarks.testbed.turns import Job
+from planner.search import Freedom
+from planner.start import start_plan
 from specs.base import load_document
 from specs.plan import Plan
 from specs.profile import Profile
@@ -36,6 +38,33 @@ def profile_of(hosts: Running, folder: Path, *, model: str, seq_len: int, block_
         sizes = ("--seq-len", str(seq_len), "--block-sequences", block_sequences, "--steps", "4", "--rounds", "3")
         hosts.run("cli", "profile", "--model", model, *sizes, "-o", str(path), log=folder / "profile.log")
     return load_document(Profile, path, "profile")
+
+
+def chosen_plan(
+    folder: Path,
+    model: str,
+    *,
+    batch: int,
+    seq_len: int,
+    cluster: Path | None = None,
+    memory_cap_bytes: int | None = None,
+    freedom: Freedom = "cuts",
+) -> Plan:
+    """The planner's fastest plan, from the profile in `folder` alone (`cluster`: instead of what the profile saw)."""
+    return start_plan(
+        model=model,
+        cluster=None if cluster is None else str(cluster),
+        profile_path=folder / "profile.json",
+        global_batch=batch,
+        seq_len=seq_len,
+        precision="fp32",
+        memory_cap=None if memory_cap_bytes is None else str(memory_cap_bytes),
+        objective="step-time",
+        freedom=freedom,
+        time_limit_seconds=60.0,
+        top_k=0,
+        command="benchmarks/testbed",
+    )
 
 
 def take_turns(

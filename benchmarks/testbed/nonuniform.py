@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.testbed.hosts import Bed
-from benchmarks.testbed.measure import NUM_TURNS, Measured, profile_of, take_turns
+from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
 from benchmarks.testbed.progress import Progress
 from planner.search import Freedom
-from planner.start import start_plan
 from specs.errors import NoPlanFitsError
 from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
 from specs.plan import Plan
@@ -118,17 +117,4 @@ def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = N
 
 
 def _plan(folder: Path, model_file: Path, cap: int | None, freedom: Freedom) -> Plan:
-    return start_plan(
-        model=str(model_file),
-        cluster=None,
-        profile_path=folder / "profile.json",
-        global_batch=BATCH,
-        seq_len=SEQ_LEN,
-        precision="fp32",
-        memory_cap=None if cap is None else str(cap),
-        objective="step-time",
-        freedom=freedom,
-        time_limit_seconds=60.0,
-        top_k=0,
-        command="benchmarks/testbed",
-    )
+    return chosen_plan(folder, str(model_file), batch=BATCH, seq_len=SEQ_LEN, memory_cap_bytes=cap, freedom=freedom)

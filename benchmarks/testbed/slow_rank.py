@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.testbed.hosts import Bed
-from benchmarks.testbed.measure import NUM_TURNS, Measured, profile_of, take_turns
+from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
 from benchmarks.testbed.progress import Progress
-from planner.start import start_plan
 from specs.cluster import ClusterSpec
 from specs.plan import Plan
 
@@ -72,17 +71,4 @@ def run(folder: Path, progress: Progress, *, model: str = "demo", num_turns: int
 def _plan(folder: Path, model: str, cluster: ClusterSpec) -> Plan:
     path = folder / ("cluster-slow.json" if cluster.slow else "cluster.json")
     cluster.save(path)
-    return start_plan(
-        model=model,
-        cluster=str(path),
-        profile_path=folder / "profile.json",
-        global_batch=BATCH,
-        seq_len=SEQ_LEN,
-        precision="fp32",
-        memory_cap=None,
-        objective="step-time",
-        freedom="cuts",
-        time_limit_seconds=60.0,
-        top_k=0,
-        command="benchmarks/testbed",
-    )
+    return chosen_plan(folder, model, batch=BATCH, seq_len=SEQ_LEN, cluster=path)
