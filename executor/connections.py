@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
 
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -29,26 +31,44 @@ def _sockets() -> dict[str, int]:
     return found
 
 
+def leave_groups() -> None:
+    """Destroy the process groups, or what is left of groups that could not be formed.
+
+    Keys in the store carry the number of the group, which each process counts for itself.  torch (2.13) begins anew
+    when groups are destroyed, not when forming them has failed: the members of the next generation would then wait for
+    each other under unlike keys.
+    """
+    if dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0
+
+
 class Connections:
     """Those that were opened while groups were formed."""
 
     def __init__(self) -> None:
         self._opened: set[str] = set()
+        self._before: set[str] | None = None  # what was open when the opening began that is not over yet
 
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Sockets opened inside belong to the groups."""
-        before = set(_sockets())
+        self._before = before = set(_sockets())
         try:
             yield
         finally:
             self._opened |= set(_sockets()) - before
+            self._before = None
 
     def cut(self) -> None:
-        """Shut all of them down: whoever waits on them, here or at the other end, gets an error."""
-        opened, self._opened = self._opened, set()
+        """Shut all of them down: whoever waits on them, here or at the other end, gets an error.
+
+        While groups are being formed, those that were opened so far; call it again for those that come after.
+        """
+        before = self._before
         for inode, descriptor in _sockets().items():
-            if inode not in opened:
+            if inode not in self._opened and (before is None or inode in before):
                 continue
             try:
                 with socket.socket(fileno=os.dup(descriptor)) as own:

@@ -20,6 +20,7 @@ from executor.messages import (
     Continue,
     End,
     Form,
+    Halted,
     Hello,
     Leave,
     Lines,
@@ -57,6 +58,7 @@ class Control:
         self.orphaned = False
         self.where: Callable[[], str] = lambda: ""  # the clock's term
         self.on_leave: Callable[[], None] = lambda: None
+        self._leaving = False  # told to leave a generation and not out of it yet
         self._orders: queue.Queue[Order | None] = queue.Queue()
         self._server: dist.TCPStore | None = None
         self._main = threading.main_thread().ident
@@ -65,6 +67,8 @@ class Control:
 
     def send(self, report: Report) -> None:
         """Tell the supervisor.  Without one this does nothing: the listening thread sees to that."""
+        if isinstance(report, Halted):
+            self._leaving = False
         self.lines.send(report)
 
     def next(self) -> Order:
@@ -97,13 +101,17 @@ class Control:
         match order:
             case Ping():
                 self.send(Pong(term=self.where(), where=_innermost(self._main)))
+                if self._leaving:  # the training thread may have opened more connections since, and wait on those
+                    self.on_leave()
             case Pause():
                 self.pause_asked = True
             case Leave():
+                self._leaving = True
                 self.close_store()
                 self.on_leave()
                 self._orders.put(order)
             case Form():
+                self._leaving = False
                 if order.hosts_store:
                     self._host(order.generation)
                 self._orders.put(order)

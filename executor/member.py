@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from executor.connections import Connections
+from executor.connections import Connections, leave_groups
 from executor.control import Control, PeersLostError, SupervisorLostError
 from executor.device import choose_backend, leave, open_device
 from executor.engine import Engine, StepResult
@@ -117,9 +117,8 @@ class Member:
     def _halt(self, generation: int, cause: str) -> None:
         """Out of the groups first, for that frees others; then say what is here."""
         self._connections.cut()
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+        leave_groups()
+        self._connections = Connections()
         optimizer = None if self._engine is None else self._engine.optimizer
         applied = None if optimizer is None else optimizer.applied
         self._control.send(
