@@ -87,8 +87,10 @@ class Survivors:
         """Every way worth building; `few`: the ones that most often win."""
         plan, gone = self.plan, set(lost)
         damaged = [replica for replica in plan.replicas if gone.intersection(replica.ranks)]
-        left = max(len(replica.ranks) - len(gone.intersection(replica.ranks)) for replica in damaged)
-        pipeline = plan.pipelines[damaged[0].pipeline]
+        # A replica of which nobody is left can only be left out; what the others do does not hang on it.
+        most = max(damaged, key=lambda replica: len(set(replica.ranks) - gone))
+        left = len(set(most.ranks) - gone)
+        pipeline = plan.pipelines[most.pipeline]
         if self._idle(gone):
             yield Way("spare")
         for number in range(1, len(damaged) + 1):
@@ -111,12 +113,12 @@ class Survivors:
             return None if repaired is None else self._dealt(way.policy, repaired, lost)
         parts: list[Part] = []
         for replica in self.plan.replicas:
-            if gone.intersection(replica.ranks):
+            if gone.intersection(replica.ranks) and not gone.issuperset(replica.ranks):
                 own = self._parts(way, replica, gone)
                 if own is None:
                     return None
                 parts += own
-        return self._dealt(way.policy, parts, lost)
+        return self._dealt(way.policy, parts, lost) if parts else None  # of replicas that are gone whole: "drop"
 
     def _idle(self, gone: set[int]) -> list[int]:
         """Ranks of the cluster that the plan leaves unused."""

@@ -95,11 +95,11 @@ PLANS: dict[str, Plan] = {
 }
 
 
-def assert_runs(plan: Plan, contingency: Contingency, lost: int) -> Plan:
-    """The whole plan after a loss, seen by every process of the executor."""
+def assert_runs(plan: Plan, contingency: Contingency, lost: int | None = None) -> Plan:
+    """The whole plan after a loss (None: of those that it was solved for), seen by every process of the executor."""
     after = plan_after(plan, contingency, lost)
     old = processes(after)
-    assert lost not in old
+    assert not set(contingency.lost if lost is None else [lost]).intersection(old)
     assert set(old) <= set(plan.cluster.ranks())
     for process in range(after.world_size):
         layout = Layout(after, process)
@@ -222,6 +222,18 @@ def test_losses_go_on_from_the_plan_that_runs() -> None:
         assert lost in plan.cluster.missing
         assert plan.training.global_batch == 12
     assert plan.world_size <= 3
+
+
+@pytest.mark.parametrize("name", ["4 and 4 -> 4 and 3", "gpipe", "zero 3"])
+def test_one_replica_gone_whole_and_another_damaged(name: str) -> None:
+    """The survivors of the damaged one go on with all of the batch."""
+    plan = PLANS[name]
+    gone = plan.replicas[0].ranks
+    for lost in plan.replicas[1].ranks:
+        found = replan(plan, COSTS, [*gone, lost])
+        after = assert_runs(plan, found)
+        assert after.training.global_batch == plan.training.global_batch
+        assert found.policy in ("reduced", "resplit", "split")
 
 
 def test_a_batch_that_cannot_stay_whole_shrinks_and_says_so() -> None:
