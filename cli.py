@@ -21,7 +21,7 @@ if os.path.basename(sys.argv[0]) == "plait":
 import typer  # noqa: E402
 import typer.core  # noqa: E402
 
-from commands.quiet import with_quiet  # noqa: E402
+from commands.output import with_output  # noqa: E402
 from specs.errors import PlaitError  # noqa: E402
 
 # A wrong option or argument.  The public name for it is that of its subclass.
@@ -88,17 +88,17 @@ COMMANDS = {
     "validate": "validate",
 }
 
-# Commands whose output is what was asked for: nothing is left of them when quiet.
+# Commands whose output is what was asked for: it is printed when quiet, too.
 PRODUCT = ("export", "generate", "schema")
 
 for command, module in COMMANDS.items():
     entry = getattr(importlib.import_module(f"commands.{module}"), module)
     if isinstance(entry, typer.Typer):  # a group of commands
         for part in entry.registered_commands:
-            part.callback = with_quiet(part.callback) if part.callback else None
+            part.callback = with_output(part.callback) if part.callback else None
         app.add_typer(entry, name=command)
     else:
-        app.command(name=command)(entry if module in PRODUCT else with_quiet(entry))
+        app.command(name=command)(with_output(entry, is_product=module in PRODUCT))
 
 
 def main() -> None:

@@ -26,8 +26,7 @@ def export(
     ] = False,
     profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made with, if any.")] = None,
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds to look for the nearest plan.")] = 30.0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the export itself.")] = False,
-) -> None:
+) -> dict[str, object]:
     """Write a plan for the engine or launcher that you use. What an engine cannot run is refused, with an offer."""
     from specs.base import load_document, write_whole
     from specs.plan import Plan
@@ -43,11 +42,11 @@ def export(
         from exports.launch import write_slurm, write_torchrun
 
         text, remark = (write_slurm if to == "slurm" else write_torchrun)(found, str(plan)), ""
-    if remark and not quiet:
+    if remark:
         typer.echo(remark, err=True)
     if out is None:
         typer.echo(text, nl=False)
-        return
+        return {"to": to, "remark": remark, "wrote": None, "text": text}
     write_whole(out, text)
-    if not quiet:
-        typer.echo(f"wrote {out}")
+    typer.echo(f"wrote {out}", err=True)
+    return {"to": to, "remark": remark, "wrote": str(out)}

@@ -14,8 +14,10 @@ def export_weights(
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Default: the plan's precision.")
     ] = None,
-) -> None:
+) -> dict[str, object]:
     """Write a run's newest sound weights as a Hugging Face folder that transformers loads."""
     from executor.huggingface_export import export_run
 
-    typer.echo(export_run(run, out, dtype))
+    found = export_run(run, out, dtype)
+    typer.echo(f"wrote {found.model} ({found.origin}) to {out}: {found.size_bytes / 2**30:.2f} GiB in {found.dtype}")
+    return {"wrote": str(out), **found._asdict()}

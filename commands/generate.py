@@ -21,21 +21,31 @@ def generate(
     backend: Annotated[
         Literal["gloo", "nccl"] | None, typer.Option(help="Default: nccl where a GPU is, else gloo.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print prompt and text as JSON, when all is there.")] = False,
 ) -> None:
     """Continue a text with a trained or imported model, under its plan (its first replica)."""
+    import json
+    import tempfile
+
     from executor.generate import GenerateOptions, start_generate
 
     if not prompt:
         raise typer.BadParameter("--prompt is empty, at least one token is needed to begin with")
-    start_generate(
-        GenerateOptions(
-            run=run,
-            weights=initial_weights,
-            tokenizer=tokenizer,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            backend=backend,
-        )
+    options = GenerateOptions(
+        run=run,
+        weights=initial_weights,
+        tokenizer=tokenizer,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        backend=backend,
     )
+    if not as_json:
+        start_generate(options)
+        return
+    with tempfile.TemporaryFile() as file:
+        start_generate(options, file)
+        file.seek(0)
+        text = file.read().decode().removesuffix("\n")
+    typer.echo(json.dumps({"prompt": prompt, "text": text, "temperature": temperature, "seed": seed}, indent=1))

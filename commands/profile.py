@@ -28,13 +28,15 @@ def profile(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per layout and round.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Times to go through all layouts.")] = 2,
-) -> None:
+) -> dict[str, object]:
     """Measure this cluster: modules in situ at every degree, optimizer, collectives, spread between ranks.
 
     On one node it starts its own workers. On several: torchrun --nnodes N --nproc-per-node 8 ... -m cli profile
     """
     from profiles.start import start_profile
+    from specs.base import load_document
     from specs.presets import load_model
+    from specs.profile import Profile
 
     start_profile(
         load_model(model),
@@ -48,3 +50,13 @@ def profile(
         rounds=rounds,
     )
     typer.echo(f"wrote {out}")
+    made = load_document(Profile, out, "profile")
+    return {
+        "wrote": str(out),
+        "cluster": made.cluster.name,
+        "num_ranks": made.world_size,
+        "backend": made.backend,
+        "num_module_timings": len(made.modules),
+        "num_collective_timings": len(made.collectives),
+        "sha256": made.sha256(),
+    }

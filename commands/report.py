@@ -16,7 +16,7 @@ def report(
         float, typer.Option(min=0.01, max=3650.0, help="Of failures to play; see `plait simulate`.")
     ] = 30.0,
     trials: Annotated[int, typer.Option(min=2, max=100_000, help="Histories to play.")] = 20,
-) -> None:
+) -> dict[str, object]:
     """Draw a plan, or a run beside its plan, on one page that opens offline in any browser."""
     from commands.sources import gather
     from reports.page import page
@@ -27,3 +27,10 @@ def report(
     for reason in inputs.missing:
         typer.echo(f"note: {reason}", err=True)
     typer.echo(f"wrote {out}")
+    return {
+        "wrote": str(out),
+        "size_bytes": out.stat().st_size,
+        "model": inputs.plan.model.name,
+        "cluster": inputs.plan.cluster.name,
+        "not_shown": list(inputs.missing),
+    }

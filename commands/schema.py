@@ -12,10 +12,12 @@ def schema(
         Literal["plan", "profile", "model", "cluster", "failures", "runlog"],
         typer.Argument(help="Which file's schema."),
     ],
-) -> None:
+) -> dict[str, object]:
     """Print the JSON schema of a file that Plait reads or writes."""
     import json
 
     from reports.schemas import schema_of
 
-    typer.echo(json.dumps(schema_of(kind), indent=1))
+    found = schema_of(kind)
+    typer.echo(json.dumps(found, indent=1))
+    return found

@@ -12,7 +12,7 @@ def trace(
     source: Annotated[Path, typer.Argument(help="Run folder that `plait train --out` made, or a plan file.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The trace.")] = Path("trace.json"),
     profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made with, if any.")] = None,
-) -> None:
+) -> dict[str, object]:
     """Write one step, predicted and (of a run) measured, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
     import json
 
@@ -24,3 +24,4 @@ def trace(
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(f"wrote {out}")
+    return {"wrote": str(out), "num_events": len(document["traceEvents"]), "not_shown": notes}

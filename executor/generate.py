@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -38,8 +38,8 @@ class GenerateOptions(Spec):
     backend: Backend | None = None
 
 
-def start_generate(options: GenerateOptions) -> None:
-    """Print the continuation of the prompt on standard output, token by token.
+def start_generate(options: GenerateOptions, into: IO[bytes] | None = None) -> None:
+    """Print the continuation of the prompt on standard output (or into a file), token by token.
 
     Raises `BadInputError` for a run, prompt or length that does not fit, and whatever ended the workers.
     """
@@ -49,7 +49,8 @@ def start_generate(options: GenerateOptions) -> None:
     elif not options.run.is_dir():
         raise BadInputError(f"{options.run} is a plan: give the weights too, with --from FOLDER (Hugging Face).")
     num_ranks = len(plan.replicas[0].ranks)
-    run_workers(["executor.generate", options.model_dump_json()], num_ranks, after_crash="Nothing was changed.")
+    arguments = ["executor.generate", options.model_dump_json()]
+    run_workers(arguments, num_ranks, after_crash="Nothing was changed.", stdout=into)
 
 
 def plan_path(run: Path) -> Path:

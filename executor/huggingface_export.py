@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -25,8 +25,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
-def export_run(run: Path, out: Path, dtype: Dtype | None) -> str:
-    """Write the newest sound weights of a run folder to `out`; returns what was written, for the user.
+class Exported(NamedTuple):
+    """What was written: `origin` says in words which weights, `size_bytes` counts those of tensors."""
+
+    model: str
+    origin: str
+    dtype: str
+    size_bytes: int
+
+
+def export_run(run: Path, out: Path, dtype: Dtype | None) -> Exported:
+    """Write the newest sound weights of a run folder to `out`.
 
     `dtype` None: the plan's precision.  Raises `BadInputError` when there is nothing to write or `out` holds a model.
     """
@@ -47,7 +56,7 @@ def export_run(run: Path, out: Path, dtype: Dtype | None) -> str:
         keep_model_files(original.parent, out)
     config = {**config, "torch_dtype": str(kind).removeprefix("torch.")}
     write_whole(out / CONFIG, json.dumps(config, indent=2) + "\n")
-    return f"wrote {model.name} ({saved.origin}) to {out}: {size / 2**30:.2f} GiB in {config['torch_dtype']}"
+    return Exported(model.name, saved.origin, str(config["torch_dtype"]), size)
 
 
 def write_weights(

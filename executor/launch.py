@@ -14,10 +14,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from specs.errors import BadInputError, PlaitError
 
 ERROR_FILE = "PLAIT_ERROR_FILE"  # environment: where a worker leaves its error for the launcher
+QUIET = "PLAIT_QUIET"  # environment: show no progress
 STARTED = "PLAIT_STARTED"  # environment: when the command started, seconds since the epoch
 GRACE_SECONDS = 120.0  # for a clean stop: finish the step, write a checkpoint
 
@@ -28,9 +30,12 @@ class WorkerError(PlaitError):
     exit_code = 1
 
 
-def run_workers(arguments: Sequence[str], num_workers: int, *, after_crash: str) -> None:
+def run_workers(
+    arguments: Sequence[str], num_workers: int, *, after_crash: str, stdout: IO[bytes] | None = None
+) -> None:
     """Run `python -m arguments...` once per rank with torchrun's environment variables, until all are done.
 
+    Their standard output is the command's own, or the file `stdout`.
     The first failure ends the others and is raised: a worker's own `PlaitError` with its message and exit code, a
     crash as `WorkerError` with `after_crash` as the next step.  Ctrl-C and SIGTERM ask the workers for a clean stop,
     a second Ctrl-C ends them at once.
@@ -54,7 +59,7 @@ def run_workers(arguments: Sequence[str], num_workers: int, *, after_crash: str)
             for rank in range(num_workers):
                 environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 # A session of their own: Ctrl-C reaches the launcher alone, which asks for a clean stop.
-                workers.append(subprocess.Popen(command, env=environment, start_new_session=True))
+                workers.append(subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True))
             try:
                 _wait(workers, error_file, after_crash)
             except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from executor.device import leave, process_group, versions
-from executor.launch import end_with_parent, report_error
+from executor.launch import QUIET, end_with_parent, report_error
 from profiles.collectives import CollectiveTimings
 from profiles.device import measured_device, seen_cluster
 from profiles.modules import NUM_MICRO_BATCHES, NUM_WARM_UP_STEPS, InSituTimings, loading_seconds_per_sequence
@@ -81,13 +81,14 @@ def _run_all(
     weights = {layout: steps * layout[1] for layout in layouts}
     total = options.num_rounds * (sum(weights.values()) + overlap.num_units + collectives.num_units)
     console = Console(stderr=True)
+    shown = dist.get_rank() == 0 and QUIET not in os.environ
     with Progress(
         TextColumn("{task.description:<44}"),
         BarColumn(),
         TextColumn("{task.percentage:3.0f} %"),
         TimeRemainingColumn(),
         console=console,
-        disable=dist.get_rank() != 0 or not console.is_terminal,
+        disable=not (shown and console.is_terminal),
     ) as bar:
         task = bar.add_task("", total=total)
 
@@ -105,7 +106,7 @@ def _run_all(
             go_through(overlap.run(), 1)
             bar.update(task, description=f"round {number}: collectives")
             go_through(collectives.run(), 1)
-            if dist.get_rank() == 0 and not console.is_terminal:
+            if shown and not console.is_terminal:
                 print(f"round {number} of {options.num_rounds} done", file=sys.stderr, flush=True)
 
 

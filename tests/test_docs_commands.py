@@ -16,7 +16,7 @@ import cli
 from specs.presets import cluster_preset, model_preset
 from tests import plans, runs
 from tests.test_docs import PAGES, blocks
-from tests.test_import import TWO_NODES, json_output, put, table
+from tests.test_import import LLAMA, TWO_NODES, json_output, put, table
 from tests.test_report import priced
 
 # Commands that start workers, or need what they made.
@@ -80,16 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     put(folder, "all_reduce.txt", TWO_NODES)
     put(folder, "gather.json", json_output())
     put(folder, "topo.txt", table("NV18", cards=8))
-    llama = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
     (folder / "path" / "to" / "model").mkdir(parents=True)
-    put(folder / "path" / "to" / "model", "config.json", llama)
+    put(folder / "path" / "to" / "model", "config.json", LLAMA)
     (folder / "benchmarks").symlink_to(Path(__file__).resolve().parents[1] / "benchmarks")
     return folder
 

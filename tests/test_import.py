@@ -49,6 +49,16 @@ TWO_NODES = f"""\
 # Avg bus bandwidth    : 70.742
 """
 
+# The smallest configuration of a Hugging Face model.
+LLAMA: dict[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
 # The older form: no group, no root, an `error` column; here as mpirun --tag-output shows it.
 OLDER = """\
 [1,0]<stdout>:# nThread 1 nGpus 8 minBytes 1 maxBytes 8589934592 step: 2(factor) warmup iters: 5 iters: 20 validation: 0
