@@ -40,6 +40,7 @@ from cost_models.step import price
 from executor.launch import WorkerError
 from executor.start import prepare_run
 from recovery.policy import Policy, Way, WayOn, ranks_of
+from recovery.start import make_workers
 from recovery.supervisor import Supervisor
 from reports.account import account_of, attempts_of
 from reports.failure_trace import compare_failures, render
@@ -137,7 +138,8 @@ def train(name: str, folder: Path, plan_path: Path, profile: Path, steps: int, *
             if drop:
                 way_on = lambda lost, _slow, plan=plan: drop_replicas(plan, lost)  # type: ignore[misc]  # noqa: E731
             try:
-                Supervisor(plan, options, way_on, started=time.time(), faults=faults, returns=returns).run()
+                workers = make_workers(plan, options)
+                Supervisor(plan, options, way_on, workers, started=time.time(), faults=faults, returns=returns).run()
                 break
             except WorkerError:
                 faults, resume = faults[1:], True

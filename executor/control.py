@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from executor.messages import (
     CONTROL,
+    LEASE_SECONDS,
     ORDERS,
+    ORPHAN_SECONDS,
     Continue,
     End,
     Form,
@@ -32,9 +34,6 @@ from executor.messages import (
     Store,
     StoreOpen,
 )
-
-LEASE_SECONDS = 60.0  # without a word from the supervisor, which pings every second: the network between is cut
-ORPHAN_SECONDS = 60.0  # a worker without supervisor may take this long to finish its step and save
 
 
 class PeersLostError(Exception):

@@ -28,10 +28,11 @@ from executor.device import choose_backend, leave, open_device
 from executor.engine import Engine, StepResult
 from executor.faults import Drill
 from executor.handover import Held, hold, take_over
-from executor.launch import signal_with_parent
+from executor.launch import end_with_parent, signal_with_parent
 from executor.ledger import Ledger, RunLog
 from executor.messages import (
     WAITING_TERMS,
+    WITH_AGENT,
     Continue,
     End,
     Failed,
@@ -326,8 +327,11 @@ def _deaf_to_signals() -> Iterator[None]:
 
 def main() -> None:
     """Worker process of the supervisor: the run folder is the only argument, RANK the device's number in the plan."""
-    # A frozen worker wakes when its supervisor dies; then it sees that nobody is at the other end of the line.
-    signal_with_parent(signal.SIGCONT)
+    if WITH_AGENT in os.environ:
+        end_with_parent()  # nobody else could end it, and its node is lost
+    else:
+        # A frozen worker wakes when its supervisor dies; then it sees that nobody is at the other end of the line.
+        signal_with_parent(signal.SIGCONT)
     out = Path(sys.argv[1])
     member: Member | None = None
     with _deaf_to_signals():

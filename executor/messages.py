@@ -19,20 +19,25 @@ from specs.runlog import Bucket, Record
 
 WAITING_TERMS = frozenset({"tp_communication", "pipeline_idle", "gradient_sync"})  # in which a rank waits for others
 CONTROL = "PLAIT_CONTROL"  # environment of a worker: host:port:token of its supervisor
+WITH_AGENT = "PLAIT_AGENT"  # environment of a worker that another node's agent has started: the node's number
+LEASE_SECONDS = 60.0  # without a word from the supervisor, which pings every second: the network between is cut
+ORPHAN_SECONDS = 60.0  # a worker without supervisor may take this long to finish its step and save
 
 
-class _Message(Spec):
+class Message(Spec):
+    """One line."""
+
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
 
-class Totals(_Message):
+class Totals(Message):
     """What all ranks summed in a step: squared norm, loss, flags.  It proves that all gradients were final."""
 
     step: int
     values: tuple[float, ...]
 
 
-class Form(_Message):
+class Form(Message):
     """Join a generation.  `members`: ranks by process number.  Steps up to `logged`, `evaluated` and `saved` are so."""
 
     kind: Literal["form"] = "form"
@@ -48,7 +53,7 @@ class Form(_Message):
     faults: tuple[Fault, ...] = ()
 
 
-class Store(_Message):
+class Store(Message):
     """Where the generation meets."""
 
     kind: Literal["store"] = "store"
@@ -57,39 +62,39 @@ class Store(_Message):
     port: int
 
 
-class Leave(_Message):
+class Leave(Message):
     """A peer is lost: leave the generation's collectives, keep the state, wait for orders."""
 
     kind: Literal["leave"] = "leave"
     generation: int
 
 
-class Pause(_Message):
+class Pause(Message):
     """Halt together at the end of the next step and ask what to do."""
 
     kind: Literal["pause"] = "pause"
 
 
-class Continue(_Message):
+class Continue(Message):
     """After a pause: go on, or save and end."""
 
     kind: Literal["continue"] = "continue"
     stop: bool
 
 
-class Ping(_Message):
+class Ping(Message):
     """Say where you are."""
 
     kind: Literal["ping"] = "ping"
 
 
-class End(_Message):
+class End(Message):
     """Nothing is left to do: end the process."""
 
     kind: Literal["end"] = "end"
 
 
-class Hello(_Message):
+class Hello(Message):
     """A worker has started and waits for orders."""
 
     kind: Literal["hello"] = "hello"
@@ -97,7 +102,7 @@ class Hello(_Message):
     token: str
 
 
-class StoreOpen(_Message):
+class StoreOpen(Message):
     """The store of a generation listens here."""
 
     kind: Literal["store_open"] = "store_open"
@@ -106,7 +111,7 @@ class StoreOpen(_Message):
     port: int
 
 
-class Formed(_Message):
+class Formed(Message):
     """This worker's part of the generation is ready to train.  `missing`: elements that no survivor held."""
 
     kind: Literal["formed"] = "formed"
@@ -117,7 +122,7 @@ class Formed(_Message):
     loading_seconds: float = 0.0
 
 
-class StepDone(_Message):
+class StepDone(Message):
     """A step is taken; `busy_seconds` of it were this rank's own work, not waiting for others."""
 
     kind: Literal["step_done"] = "step_done"
@@ -125,7 +130,7 @@ class StepDone(_Message):
     busy_seconds: float
 
 
-class Logged(_Message):
+class Logged(Message):
     """A record for the run log, with the generation's seconds by bucket so far."""
 
     kind: Literal["logged"] = "logged"
@@ -133,14 +138,14 @@ class Logged(_Message):
     seconds: dict[Bucket, float]
 
 
-class Phase(_Message):
+class Phase(Message):
     """What the worker does from now on: sign of life, and which patience applies."""
 
     kind: Literal["phase"] = "phase"
     name: Literal["forming", "loading", "training", "evaluating", "saving"]
 
 
-class Halted(_Message):
+class Halted(Message):
     """Out of the generation's collectives: `step` is taken, the next one's gradients may be ready."""
 
     kind: Literal["halted"] = "halted"
@@ -151,14 +156,14 @@ class Halted(_Message):
     cause: str
 
 
-class Paused(_Message):
+class Paused(Message):
     """At the end of a step, as asked."""
 
     kind: Literal["paused"] = "paused"
     step: int
 
 
-class Pong(_Message):
+class Pong(Message):
     """Where the training thread is: the clock's term and the innermost line of ours."""
 
     kind: Literal["pong"] = "pong"
@@ -166,7 +171,7 @@ class Pong(_Message):
     where: str
 
 
-class Injected(_Message):
+class Injected(Message):
     """A drill's fault happens now (seconds since the epoch)."""
 
     kind: Literal["injected"] = "injected"
@@ -174,7 +179,7 @@ class Injected(_Message):
     time: float
 
 
-class Finished(_Message):
+class Finished(Message):
     """Trained to the end, or stopped as asked."""
 
     kind: Literal["finished"] = "finished"
@@ -182,7 +187,7 @@ class Finished(_Message):
     reason: Literal["finished", "interrupted"]
 
 
-class Failed(_Message):
+class Failed(Message):
     """A user's mistake, or a disk that refuses: ends the run."""
 
     kind: Literal["failed"] = "failed"
@@ -207,7 +212,7 @@ class Lines:
         self._rest = b""
         self._lock = threading.Lock()
 
-    def send(self, message: Order | Report) -> bool:
+    def send(self, message: Message) -> bool:
         """False when the other end is gone."""
         payload = message.model_dump_json().encode() + b"\n"
         try:
@@ -216,6 +221,11 @@ class Lines:
         except OSError:
             return False
         return True
+
+    @property
+    def num_pending(self) -> int:
+        """Bytes of a line that is not whole yet."""
+        return len(self._rest)
 
     def receive(self) -> Iterator[bytes] | None:
         """The whole lines of one read (it waits for the first byte); None when the other end is gone."""

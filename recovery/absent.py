@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from recovery.workers import Workers
 
@@ -38,13 +38,14 @@ class Absent:
         self._retry_at.pop(rank, None)
         self.awaited.discard(rank)
 
-    def retry_now(self) -> None:
-        """All are said to be back."""
-        self._retry_at = dict.fromkeys(self.causes, 0.0)
+    def retry_now(self, ranks: Iterable[int]) -> None:
+        """These are said to be back, as far as they are lost."""
+        self._retry_at.update(dict.fromkeys(self.ranks.intersection(ranks), 0.0))
 
     def call_back(self, step: int, workers: Workers) -> None:
         """Start workers on devices whose time has come; training goes on until they are ready, in drills it waits."""
-        due = {rank for rank, at in self._retry_at.items() if time.monotonic() >= at}
+        now = time.monotonic()
+        due = {rank for rank, at in self._retry_at.items() if now >= at and workers.has_node(rank)}
         drilled = {rank for rank, after in self._returns.items() if rank in self.causes and step >= after}
         self.awaited |= drilled
         for rank in due | drilled:

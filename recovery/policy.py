@@ -89,9 +89,9 @@ def peers(plan: Plan) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(ranks) for ranks in by_work.values() for rank in ranks}
 
 
-def words(ranks: Iterable[int]) -> str:
+def words(numbers: Iterable[int], noun: str = "rank") -> str:
     """`rank 3`, `ranks 1 and 4`."""
-    names = [str(rank) for rank in sorted(ranks)]
+    names = [str(number) for number in sorted(numbers)]
     if len(names) == 1:
-        return f"rank {names[0]}"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+        return f"{noun} {names[0]}"
+    return f"{noun}s {', '.join(names[:-1])} and {names[-1]}"

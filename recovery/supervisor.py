@@ -37,7 +37,7 @@ from recovery.incident import Incident
 from recovery.log import SupervisorLog
 from recovery.policy import Way, WayOn, peers, words
 from recovery.watch import Patience, Slowness, suspects
-from recovery.workers import Lost, Workers
+from recovery.workers import Back, Lost, Workers
 from specs.errors import BadInputError, PlaitError
 from specs.faults import Fault
 from specs.options import TrainOptions
@@ -56,13 +56,14 @@ class _BrokenError(Exception):
 
 
 class Supervisor:
-    """Of one run on one node.  `returns`: drills, ranks that come back once a step is done."""
+    """Of one run.  `returns`: drills, ranks that come back once a step is done.  `workers`: none are started yet."""
 
     def __init__(
         self,
         plan: Plan,
         options: TrainOptions,
         way_on: WayOn,
+        workers: Workers,
         *,
         started: float,
         faults: Iterable[Fault] = (),
@@ -71,7 +72,7 @@ class Supervisor:
         self._options, self._way_on, self._original = options, way_on, plan
         self._way = Way(plan, "as planned", "")  # of the generation to come
         self._faults = list(faults)
-        self._workers = Workers(["executor.member", str(options.out)], plan.cluster.num_devices)
+        self._workers = workers
         self._log = SupervisorLog(options, started)
         self._patience = Patience(options.hang_seconds)
         self._generation = Generation(-1, self._way, -1)
@@ -113,9 +114,10 @@ class Supervisor:
 
     def _ask_to_retry(self, signum: int, frame: object) -> None:  # noqa: ARG002
         """Lost devices are said to be back."""
-        self._absent.retry_now()
+        self._absent.retry_now(self._absent.ranks)
 
     def _train(self) -> None:
+        self._workers.wait_for_nodes()
         while True:
             try:
                 self._form()
@@ -131,7 +133,9 @@ class Supervisor:
         """What workers say, and who of them is gone."""
         for rank, event in self._workers.events(0.05):
             if isinstance(event, Lost):
-                self._lose(event)
+                self._lose(event, event.seconds)
+            elif isinstance(event, Back):
+                self._absent.retry_now([rank])
             else:
                 self._take(rank, event)
         now = time.monotonic()
@@ -368,15 +372,16 @@ class Supervisor:
             try:
                 self._way = self._way_on(self._absent.ranks, self._lighter)
             except PlaitError as error:
-                then = (
-                    "The lost workers are started again on their devices." if self._absent.causes else "The plan stays."
-                )
+                then = "Workers are needed again on the lost devices." if self._absent.causes else "The plan stays."
                 self._log.note(f"{error} {then}")
                 self._restart_lost()
         incident.enter("reforming")
 
     def _restart_lost(self) -> None:
         for rank in self._absent.ranks:
+            if not self._workers.has_node(rank):
+                cause = self._absent.causes[rank]
+                raise WorkerError(f"worker {rank} {cause}; training does not go on without it. {AFTER_CRASH}")
             self._open_incident().restarted.add(rank)
             self._absent.remove(rank)
         self._way = Way(self._original, "as planned", "")

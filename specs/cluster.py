@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -125,6 +126,12 @@ class ClusterSpec(Document):
             for _ in range(group.count):
                 starts.append(starts[-1] + group.devices_per_node)
         return tuple(starts)
+
+    def node_ranks(self) -> tuple[range, ...]:
+        """Ranks of every node that has a device which is not missing."""
+        starts, gone = self.node_starts(), set(self.missing)
+        nodes = (range(start, stop) for start, stop in pairwise(starts))
+        return tuple(ranks for ranks in nodes if not gone.issuperset(ranks))
 
     def device_of(self, rank: int) -> Device:
         """Device type of a rank."""

@@ -168,7 +168,10 @@ class IncidentRecord(Spec):
     @property
     def cause(self) -> str:
         """What happened, in a few words."""
-        parts = [f"rank {rank} {what}" for rank, what in sorted(self.lost.items())]
+        parts = []
+        for what in dict.fromkeys(what for _, what in sorted(self.lost.items())):
+            ranks = [str(rank) for rank, cause in sorted(self.lost.items()) if cause == what]
+            parts.append(f"rank {ranks[0]} {what}" if len(ranks) == 1 else f"each of ranks {', '.join(ranks)} {what}")
         parts += [f"rank {rank} is back" for rank in self.returned]
         parts += [f"rank {rank} was started again" for rank in self.restarted if rank not in self.lost]
         parts += [
