@@ -17,8 +17,9 @@ from specs.profile import CollectiveTiming
 
 OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
 SMALLEST_PAYLOAD_BYTES = 4096
-NUM_REPETITIONS = 8
+NUM_REPETITIONS = 8  # at most; a slow link's large payloads are repeated less, since they vary less
 NUM_WARM_UP = 2
+SECONDS_PER_PAYLOAD = 0.4  # of an operation in one round, beyond which it is not repeated
 
 
 def group_layouts(world_size: int, local_size: int) -> list[tuple[int, LinkLevel, list[list[int]]]]:
@@ -83,11 +84,18 @@ class CollectiveTimings:
             for op in OPS:
                 for payload in payloads(self.largest_payload_bytes):
                     call = self._call(op, ranks, group, payload)
-                    for _ in range(NUM_WARM_UP):
-                        call()
-                    for _ in range(NUM_REPETITIONS):
+                    for _ in range(self._repetitions(call, group)):
                         self._samples[op, size, level, payload].append(self._timed(call, group))
                     yield
+
+    def _repetitions(self, call: Callable[[], object], group: dist.ProcessGroup) -> int:
+        """Warm-up calls; how often to repeat, the same on all ranks."""
+        slowest = torch.tensor(self._timed(call, group), dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        fitting = int(SECONDS_PER_PAYLOAD / max(float(slowest), 1e-9))
+        for _ in range(min(NUM_WARM_UP - 1, fitting)):
+            call()
+        return max(1, min(NUM_REPETITIONS, fitting))
 
     def _timed(self, call: Callable[[], object], group: dist.ProcessGroup) -> float:
         dist.barrier(group=group)

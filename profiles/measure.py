@@ -22,6 +22,7 @@ from specs.base import load_document
 from specs.errors import PlaitError
 from specs.plan import Provenance
 from specs.profile import Profile
+from specs.tensors import num_parameters
 
 METHOD = (
     "Modules in situ: steps of a model of each distinct module once, one degree everywhere, all ranks running, "
@@ -41,7 +42,9 @@ def measure(options: ProfileOptions) -> None:
         modules = InSituTimings(options, bare, device)
         overlap = OverlapTimings(options, bare, modules.model, device)
         reserved = ReservedMemory(device)
-        collectives = CollectiveTimings(device, local_size, options.largest_payload_bytes)
+        # No more than the model has to sum in fp32.
+        largest = min(options.largest_payload_bytes, 4 * num_parameters(options.model.modules()))
+        collectives = CollectiveTimings(device, local_size, largest)
         _run_all(options, modules, overlap, collectives, reserved)
         network = collectives.timings()
         profile = Profile(

@@ -24,7 +24,7 @@ class ProfileOptions(Document):
     backend: Backend
     num_steps: PositiveInt = 8  # timed steps of each layout and round
     num_rounds: PositiveInt = 2  # layouts are gone through this often, so that a slow spell hits none alone
-    largest_payload_bytes: PositiveInt = 32 * 2**20
+    largest_payload_bytes: PositiveInt = 32 * 2**20  # or the model's weights, if those are fewer
     timeout_seconds: PositiveFloat = 600.0
     command: str = ""
     created_at: str

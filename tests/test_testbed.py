@@ -12,23 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed.hosts import CGROUPS, Bed, check_machine
+from benchmarks.testbed.hosts import Bed, check_machine
 from benchmarks.testbed.measure import Measured
-from benchmarks.testbed.plans import plan_of, shapes
+from benchmarks.testbed.plans import BATCH, MODEL, SEQ_LEN, plan_of, shapes
+from benchmarks.testbed.quotas import CGROUPS, held_back_arguments, quotas, share_of_core
 from benchmarks.testbed.slow_rank import Recovery
 from benchmarks.testbed.turns import order
 from specs.errors import BadInputError
 from specs.plan import TrainingSpec
-from specs.presets import load_cluster, load_model
+from specs.presets import load_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def _can_make_hosts() -> bool:
-    """A namespace can be made and removed."""
+    """A namespace and a share of a core can be made and removed."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return False
     name = f"plait-probe-{os.getpid()}"
+    try:
+        with quotas(name, {0: 0.5}):
+            pass
+    except BadInputError:
+        return False
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
     return made and subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False).returncode == 0
 
@@ -111,6 +117,42 @@ def test_an_interrupt_takes_the_hosts_and_their_processes_along(how: signal.Sign
 
 
 @needs_hosts
+def test_a_rank_runs_on_its_host_in_its_group_with_its_share() -> None:
+    burn = (
+        "import os, time; begin = time.perf_counter()\n"
+        "while time.perf_counter() < begin + 0.5: pass\n"
+        "print(time.process_time(), len(os.sched_getaffinity(0)), open('/proc/self/cgroup').read())"
+    )
+    with Bed(1, 2, slow={1: 0.4}).up() as hosts:
+        command = [
+            *hosts.enter(0),
+            sys.executable,
+            "-m",
+            *held_back_arguments(hosts.quotas),
+            "timeit",
+            "-n1",
+            "-r1",
+            burn,
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "RANK": "1"}, capture_output=True, text=True, check=True
+        )
+        cpu_seconds, cores = done.stdout.split()[:2]
+        assert hosts.quotas[1].name in done.stdout
+    assert int(cores) == 1
+    # Its own start counts too; a quota that did not hold would give 0.5 s and more.
+    assert float(cpu_seconds) < 0.4 * 0.5 + 0.2
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert share_of_core(1) == share_of_core(2) == 1.0
+    assert 4 * share_of_core(4) < 2
+    shares = Bed(2, 2, slow={1: 0.5}).shares
+    assert shares[1] == shares[0] / 2 == shares[2] / 2
+
+
+@needs_hosts
 def test_what_a_killed_maker_left_is_removed_by_the_next() -> None:
     code = "import os\nfrom benchmarks.testbed.hosts import Running, Bed\n"
     code += "Running(Bed(1, 1), f'plait-{os.getpid()}').make()\nprint(os.getpid())\n"
@@ -126,7 +168,7 @@ def test_what_a_killed_maker_left_is_removed_by_the_next() -> None:
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(BadInputError, match=r"needs root on Linux\. Run it as root"):
-        check_machine(quotas=False)
+        check_machine()
 
 
 def test_every_plan_takes_every_place_in_the_turns() -> None:
@@ -140,11 +182,11 @@ def test_every_plan_takes_every_place_in_the_turns() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_at_least_twenty_different_plans(num_ranks: int) -> None:
-    found = list(shapes(num_ranks, batch=8))
+    found = list(shapes(num_ranks, batch=BATCH))
     assert len(found) == len({shape.name for shape in found}) >= 20
-    training = TrainingSpec(global_batch=8, seq_len=256, precision="fp32")
+    training = TrainingSpec(global_batch=BATCH, seq_len=SEQ_LEN, precision="fp32")
     cluster = load_cluster(f"h100x{num_ranks}")
-    plans = [plan_of(shape, load_model("demo"), cluster, training) for shape in found]
+    plans = [plan_of(shape, MODEL, cluster, training) for shape in found]
     assert {plan.world_size for plan in plans} == {num_ranks}
     assert len({(plan.pipelines, len(plan.replicas)) for plan in plans}) == len(found)
 

@@ -15,16 +15,13 @@ from scipy.stats import spearmanr
 
 from benchmarks.testbed.hosts import Bed
 from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
-from benchmarks.testbed.plans import plan_of, shapes
+from benchmarks.testbed.plans import BATCH, MODEL, SEQ_LEN, plan_of, shapes
 from benchmarks.testbed.progress import Progress
 from cost_models.sources import measured_costs
 from cost_models.step import price
 from specs.plan import Plan, TrainingSpec
-from specs.presets import load_model
 
-MODEL, SEQ_LEN, BATCH = "demo", 256, 8
 CHOSEN = "chosen"
-BLOCK_SEQUENCES = {2: "1,2,4", 4: "1,2,4,8"}
 
 
 @dataclass(frozen=True)
@@ -88,17 +85,17 @@ def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = N
     """Profile, choose, run all in turns; what was measured before in `folder` is not measured again."""
     folder.mkdir(parents=True, exist_ok=True)
     training = TrainingSpec(global_batch=BATCH, seq_len=SEQ_LEN, precision="fp32")
-    model = load_model(MODEL)
+    model_file = folder / "model.json"
+    MODEL.save(model_file)
     with case.bed.up() as hosts:
         progress.say(f"{case.name}: profile")
-        sizes = BLOCK_SEQUENCES[case.ranks]
-        profile = profile_of(hosts, folder, model=MODEL, seq_len=SEQ_LEN, block_sequences=sizes)
+        profile = profile_of(hosts, folder, model=str(model_file), seq_len=SEQ_LEN)
         costs = measured_costs(profile, training, profile.cluster)
         plans: dict[str, Plan] = {}
         for shape in shapes(case.ranks, BATCH):
-            plan = plan_of(shape, model, profile.cluster, training)
+            plan = plan_of(shape, MODEL, profile.cluster, training)
             plans[shape.name] = plan.with_results(predicted=price(plan, costs))
-        plans[CHOSEN] = chosen_plan(folder, MODEL, batch=BATCH, seq_len=SEQ_LEN)
+        plans[CHOSEN] = chosen_plan(folder, str(model_file), batch=BATCH, seq_len=SEQ_LEN)
         with progress.count(f"{case.name}: {len(plans)} plans", num_turns * len(plans)) as advance:
             measured = take_turns(hosts, folder, plans, advance=advance, num_turns=num_turns)
     predicted, activation_errors = {}, {}

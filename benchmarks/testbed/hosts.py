@@ -1,11 +1,11 @@
-"""Hosts made of network namespaces, joined by links of a given rate; ranks held back by CPU quota.
+"""Hosts made of network namespaces, joined by links of a given rate; every rank with its share of a core.
 
 A hub namespace holds a bridge; each host is a namespace with one interface on it.  A token bucket (`tc tbf`) on both
 ends of each cable limits its rate in both directions.  Traffic inside a host goes over its loopback, unlimited.  No
 interface of the machine itself is touched.  Everything carries the name and process of its maker, so that what a
 killed maker left behind is found and removed by the next one.
 
-Needs Linux, root and iproute2; CPU quotas need the cgroup controller `cpu` (version 1 or 2).
+Needs Linux, root, iproute2 and the cgroup controller `cpu`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.testbed.quotas import cgroup_root, held_back_arguments, make_quota, remove_quotas, share_of_core
 from specs.errors import BadInputError
 
 PREFIX = "plait"
 SUBNET = "10.213.77"  # inside the namespaces only
 PORT = 29519
 ROOT = Path(__file__).resolve().parents[2]
-CGROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, version 2
-QUOTA_PERIOD_MICROSECONDS = 10_000  # short beside a step, so that a slow rank is slow and not stopped
 
 
 @dataclass(frozen=True)
 class Bed:
-    """`num_hosts` hosts of `ranks_per_host` ranks; `slow` gives ranks the share of one core that they may use."""
+    """`num_hosts` hosts of `ranks_per_host` ranks; `slow` gives ranks a share of the others' speed."""
 
     num_hosts: int
     ranks_per_host: int
@@ -46,6 +45,12 @@ class Bed:
         """Ranks in all."""
         return self.num_hosts * self.ranks_per_host
 
+    @property
+    def shares(self) -> dict[int, float]:
+        """Share of one core that each rank may use."""
+        full = share_of_core(self.world_size)
+        return {rank: full * self.slow.get(rank, 1.0) for rank in range(self.world_size)}
+
     @contextmanager
     def up(self) -> Iterator[Running]:
         """The hosts, until the block ends, however it ends.
@@ -53,7 +58,7 @@ class Bed:
         Raises:
             BadInputError: this machine or user cannot make network namespaces or CPU quotas.
         """
-        check_machine(quotas=bool(self.slow))
+        check_machine()
         remove_left_behind()
         running = Running(self, f"{PREFIX}-{os.getpid()}")
         # Ctrl-C too: a process that was started in the background may have inherited to ignore it.
@@ -76,6 +81,7 @@ class Running:
 
     bed: Bed
     name: str
+    quotas: dict[int, Path] = field(default_factory=dict)  # the cgroup of each rank
 
     def make(self) -> None:
         """Namespaces, cables, limits, quotas."""
@@ -96,26 +102,26 @@ class Running:
             if self.bed.bits_per_second is not None:
                 for place, device in ((space, "eth0"), (hub, f"port{host}")):
                     _limit(place, device, self.bed.bits_per_second)
-        for rank, share in self.bed.slow.items():
-            _make_quota(self.quota(rank), share)
+        for rank, share in self.bed.shares.items():
+            self.quotas[rank] = make_quota(self.name, rank, share)
 
     def host(self, index: int) -> str:
         """Namespace of a host."""
         return f"{self.name}-{index}"
 
-    def quota(self, rank: int) -> Path:
-        """The cgroup that holds a slow rank back."""
-        return _cgroup_root() / f"{self.name}-rank{rank}"
+    def enter(self, index: int) -> list[str]:
+        """What stands before a command to run it on a host: its network alone (`ip netns exec` hides cgroups too)."""
+        return ["nsenter", f"--net=/run/netns/{self.host(index)}"]
 
     def command(self, host: int, module: str, *arguments: str) -> list[str]:
         """One host's agent: torchrun with this host's ranks, each running `python -m module arguments...`."""
         bed = self.bed
-        quotas = [f"{rank}={self.quota(rank)}" for rank in bed.slow]
         return [
-            *("ip", "netns", "exec", self.host(host), sys.executable, "-m", "torch.distributed.run"),
+            *self.enter(host),
+            *(sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(bed.num_hosts), "--node-rank", str(host), "--nproc-per-node", str(bed.ranks_per_host)),
             *("--master-addr", f"{SUBNET}.1", "--master-port", str(PORT), "--no-python"),
-            *(sys.executable, "-m", "benchmarks.testbed.held_back", ",".join(quotas), module, *arguments),
+            *(sys.executable, "-m", *held_back_arguments(self.quotas), module, *arguments),
         ]
 
     def run(self, module: str, *arguments: str, log: Path, poll: Callable[[], None] = lambda: None) -> None:
@@ -146,6 +152,8 @@ class Running:
             _kill_all(self.host(host) for host in range(self.bed.num_hosts))
             for agent in agents:
                 agent.wait()
+        # An agent may also have failed when the last of the others ended.  Those that were killed here are below zero.
+        first_failure = next((host for host, agent in enumerate(agents) if agent.returncode > 0), first_failure)
         if first_failure is not None:
             lines = [line for line in logs[first_failure].read_text(errors="replace").splitlines() if line.strip()]
             cause = "\n".join(lines[-15:])
@@ -154,17 +162,16 @@ class Running:
             )
 
 
-def check_machine(*, quotas: bool) -> None:
+def check_machine() -> None:
     """Raises `BadInputError` where hosts cannot be made, with what is missing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise BadInputError("the testbed makes network namespaces, which needs root on Linux. Run it as root.")
-    for tool in ("ip", "tc"):
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(tool) is None:
             raise BadInputError(
-                f"the testbed needs `{tool}` of iproute2. On Debian or Ubuntu: apt-get install iproute2"
+                f"the testbed needs `{tool}` of {package}. On Debian or Ubuntu: apt-get install {package}"
             )
-    if quotas:
-        _cgroup_root()
+    cgroup_root()
 
 
 def remove_left_behind() -> None:
@@ -182,9 +189,7 @@ def remove(name: str) -> None:
     _kill_all(spaces)
     for space in spaces:
         _ip("netns", "del", space)  # takes its interfaces, cables and limits along
-    for root in CGROUPS:
-        for folder in root.glob(f"{name}-rank*"):
-            _remove_quota(folder)
+    remove_quotas(name)
 
 
 def _namespaces() -> list[str]:
@@ -215,46 +220,14 @@ def _ip(*arguments: str) -> str:
 
 
 def _limit(space: str, device: str, bits_per_second: float) -> None:
-    # The bucket must hold what passes in one tick of the kernel's clock, and at least one large segment (64 KiB).
+    # The bucket must hold what passes in one tick of the kernel's clock, and at least one large segment (64 KiB); the
+    # queue before it so much that none is dropped, since TCP resends what was dropped only after 200 ms.
     burst = max(int(bits_per_second / 8 / 250), 1 << 17)
     command = ["tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf"]
-    command += ["rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "100ms"]
+    command += ["rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "1000ms"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BadInputError(f"`{' '.join(command)}` failed: {done.stderr.strip()}. The kernel may lack sch_tbf.")
-
-
-def _cgroup_root() -> Path:
-    for root in CGROUPS:
-        if (root / "cpu.cfs_quota_us").exists() or (root / "cgroup.controllers").exists():
-            return root
-    for root in CGROUPS[:1]:
-        if root.is_dir() and os.access(root, os.W_OK):  # the root group of version 1 shows no quota file of its own
-            return root
-    raise BadInputError("a slow rank needs the cgroup controller cpu, none is mounted under /sys/fs/cgroup.")
-
-
-def _make_quota(folder: Path, share: float) -> None:
-    try:
-        folder.mkdir()
-        quota = int(share * QUOTA_PERIOD_MICROSECONDS)
-        if (folder / "cpu.max").exists():
-            (folder / "cpu.max").write_text(f"{quota} {QUOTA_PERIOD_MICROSECONDS}")
-        else:
-            (folder / "cpu.cfs_period_us").write_text(str(QUOTA_PERIOD_MICROSECONDS))
-            (folder / "cpu.cfs_quota_us").write_text(str(quota))
-    except OSError as error:
-        raise BadInputError(f"{folder}: no CPU quota can be set ({error.strerror}).") from None
-
-
-def _remove_quota(folder: Path) -> None:
-    for _ in range(100):
-        try:
-            folder.rmdir()
-            return
-        except OSError:  # its last process is still ending
-            time.sleep(0.05)
-    raise RuntimeError(f"{folder} cannot be removed")
 
 
 def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001

@@ -31,11 +31,11 @@ class Measured:
     activation_bytes: tuple[int, ...]  # kept for backward at the peak, by rank
 
 
-def profile_of(hosts: Running, folder: Path, *, model: str, seq_len: int, block_sequences: str) -> Profile:
+def profile_of(hosts: Running, folder: Path, *, model: str, seq_len: int) -> Profile:
     """`plait profile` on the hosts, once; later calls read what it wrote."""
     path = folder / "profile.json"
     if not path.exists():
-        sizes = ("--seq-len", str(seq_len), "--block-sequences", block_sequences, "--steps", "4", "--rounds", "3")
+        sizes = ("--seq-len", str(seq_len), "--block-sequences", "1,2,4", "--steps", "3", "--rounds", "2")
         hosts.run("cli", "profile", "--model", model, *sizes, "-o", str(path), log=folder / "profile.log")
     return load_document(Profile, path, "profile")
 

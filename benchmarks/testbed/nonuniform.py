@@ -11,14 +11,13 @@ from pathlib import Path
 
 from benchmarks.testbed.hosts import Bed
 from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
+from benchmarks.testbed.plans import BATCH, MODEL, SEQ_LEN, model_of
 from benchmarks.testbed.progress import Progress
 from planner.search import Freedom
 from specs.errors import NoPlanFitsError
-from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
+from specs.model import ModelSpec
 from specs.plan import Plan
-from specs.presets import load_model
 
-SEQ_LEN, BATCH = 256, 8
 UNIFORM, CHOSEN = "uniform", "chosen"
 
 
@@ -64,31 +63,19 @@ def predicted_seconds(plan: Plan) -> float:
     return plan.predicted.step_time_seconds
 
 
-def _model(name: str, *, heads: int, kv_heads: int, ffns: tuple[int, ...], vocab: int = 256) -> ModelSpec:
-    hidden = 256
-    attention = Attention(hidden=hidden, num_heads=heads, num_kv_heads=kv_heads, head_dim=32)
-    return ModelSpec(
-        name=name,
-        embedding=Embedding(hidden=hidden, vocab=vocab),
-        layers=tuple(Layer(attention=attention, feed_forward=Mlp(hidden=hidden, ffn=ffn)) for ffn in ffns),
-        head=Head(hidden=hidden, vocab=vocab),
-        max_positions=1024,
-    )
-
-
 def cases() -> list[Case]:
     """Where degrees per module may pay, and where they should not."""
     one_host, two_hosts = Bed(1, 2), Bed(2, 2, 1e9)
     return [
-        Case("unlike layers", load_model("demo"), one_host, 0.75),
+        Case("unlike layers", MODEL, one_host, 0.75),
         Case(
-            "large vocabulary", _model("vocabulary", heads=8, kv_heads=2, ffns=(576,) * 2, vocab=8192), one_host, 0.75
+            "large vocabulary", model_of("vocabulary", heads=8, kv_heads=2, ffns=(576,) * 2, vocab=8192), one_host, 0.75
         ),
-        Case("like layers", _model("like", heads=8, kv_heads=2, ffns=(1024,) * 4), one_host, 0.75),
-        Case("like layers, no cap", _model("like", heads=8, kv_heads=2, ffns=(1024,) * 4), one_host, None),
-        Case("unlike layers, two hosts", load_model("demo"), two_hosts, 0.6),
-        Case("six heads over four ranks", _model("heads", heads=6, kv_heads=3, ffns=(2048,) * 2), two_hosts, 0.6),
-        Case("one KV group", _model("groups", heads=8, kv_heads=1, ffns=(2048,) * 2), two_hosts, 0.6),
+        Case("like layers", model_of("like", heads=8, kv_heads=2, ffns=(1024,) * 4), one_host, 0.75),
+        Case("like layers, no cap", model_of("like", heads=8, kv_heads=2, ffns=(1024,) * 4), one_host, None),
+        Case("unlike layers, two hosts", MODEL, two_hosts, 0.6),
+        Case("six heads over four ranks", model_of("heads", heads=6, kv_heads=3, ffns=(2048,) * 2), two_hosts, 0.6),
+        Case("one KV group", model_of("groups", heads=8, kv_heads=1, ffns=(2048,) * 2), two_hosts, 0.6),
     ]
 
 
@@ -99,8 +86,7 @@ def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = N
     case.model.save(model_file)
     with case.bed.up() as hosts:
         progress.say(f"{case.name}: profile")
-        sizes = "1,2,4" if case.bed.world_size == 2 else "1,2,4,8"
-        profile_of(hosts, folder, model=str(model_file), seq_len=SEQ_LEN, block_sequences=sizes)
+        profile_of(hosts, folder, model=str(model_file), seq_len=SEQ_LEN)
         free = _plan(folder, model_file, None, "cuts")
         assert free.predicted is not None
         cap = None if case.cap_share is None else round(case.cap_share * free.predicted.peak_memory_bytes)

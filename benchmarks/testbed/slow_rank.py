@@ -12,11 +12,11 @@ from pathlib import Path
 
 from benchmarks.testbed.hosts import Bed
 from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
+from benchmarks.testbed.plans import BATCH, SEQ_LEN
 from benchmarks.testbed.progress import Progress
 from specs.cluster import ClusterSpec
 from specs.plan import Plan
 
-SEQ_LEN, BATCH = 256, 8
 SLOW_RANK, SHARE = 1, 0.5
 EVEN, BY_SPEED = "even cuts", "cuts by speed"
 
@@ -51,7 +51,7 @@ def run(folder: Path, progress: Progress, *, model: str = "demo", num_turns: int
         place.mkdir(parents=True, exist_ok=True)
     with healthy_bed.up() as hosts:
         progress.say("slow rank: profile of the healthy hosts")
-        profile = profile_of(hosts, folder, model=model, seq_len=SEQ_LEN, block_sequences="1,2,4")
+        profile = profile_of(hosts, folder, model=model, seq_len=SEQ_LEN)
     plans = {
         EVEN: _plan(folder, model, profile.cluster),
         BY_SPEED: _plan(folder, model, profile.cluster.model_copy(update={"slow": {SLOW_RANK: SHARE}})),

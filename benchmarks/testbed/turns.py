@@ -34,7 +34,7 @@ class Job(Document):
     out: Path
     num_turns: PositiveInt = 5
     num_warm_up_steps: PositiveInt = 1
-    num_steps: PositiveInt = 3
+    num_steps: PositiveInt = 2
 
 
 def done_turns(out: Path) -> set[tuple[str, int]]:
