@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -59,15 +61,30 @@ def train(
     tensorboard: Annotated[
         bool | None, typer.Option("--tensorboard/--no-tensorboard", help="Write scalars to RUN/tensorboard.")
     ] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(min=1, help="Start this command once on each of so many nodes (Slurm says it itself).")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, help="This node's number, in the order of the plan's cluster.")
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(help="Name or address of node 0, which supervises and must be reached from the others."),
+    ] = None,
+    master_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of node 0 (29500).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="At the end, print the outcome as JSON.")] = False,
 ) -> None:
-    """Train a model with a plan, on this node or as one worker of torchrun.
+    """Train a model with a plan: on this node, on several with one command each, or as one worker of torchrun.
 
     A worker that dies or hangs does not end the run: training goes on with the devices that are left.
     Ctrl-C finishes the step, saves a checkpoint and ends; the same command with --resume continues the same losses.
-    On several nodes: torchrun --nnodes N --nproc-per-node 8 ... -m cli train plan.json --out RUN
+    On several nodes: plait train plan.json --out RUN --nnodes N --node-rank K --master-addr HOST, or under srun.
     """
+    from recovery.place import find_place
     from recovery.start import start_run
+    from reports.outcome import outcome
+    from specs.runlog import read_log
 
     given = {
         "data": data,
@@ -91,4 +108,7 @@ def train(
         "tensorboard": tensorboard,
         "profile": None if profile is None else profile.resolve(),
     }
-    start_run(plan, out, given, resume=resume)
+    place = find_place(nnodes, node_rank, master_addr, master_port, os.environ)
+    start_run(plan, out, given, resume=resume, place=place)
+    if as_json and (place is None or place.node == 0):
+        typer.echo(json.dumps({"run": str(out), **outcome(read_log(out / "log.jsonl"))}, indent=1))
