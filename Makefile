@@ -41,7 +41,7 @@ bench: $(STAMP)  ## plans against each other on two hosts with a slow link (Linu
 test: $(STAMP)  ## run the whole test suite
 	@mkdir -p $(TMP)
 	@echo "running the test suite (pytest; the slow part starts several gloo processes)"
-	@$(ENV) $(BIN)/python -m pytest; status=$$?; rm -rf $(TMP); exit $$status
+	@$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup; status=$$?; rm -rf $(TMP); exit $$status
 
 lint: $(STAMP)  ## check style, format and types
 	@echo "ruff check";  $(BIN)/ruff check .
