@@ -12,23 +12,24 @@ from specs.tensors import local_num_elements
 
 
 class Matrix(NamedTuple):
-    """A product [m, k] x [k, n]."""
+    """Equal products [m, k] x [k, n], so many of them."""
 
     m: float
     n: float
     k: float
+    count: int = 1
 
     def for_input(self) -> Matrix:
         """The gradient of the left operand: [m, n] x [n, k]."""
-        return Matrix(self.m, self.k, self.n)
+        return Matrix(self.m, self.k, self.n, self.count)
 
     def for_weight(self) -> Matrix:
         """The gradient of the right operand: [k, m] x [m, n]."""
-        return Matrix(self.k, self.n, self.m)
+        return Matrix(self.k, self.n, self.m, self.count)
 
     @property
     def flop(self) -> float:
-        return 2.0 * self.m * self.n * self.k
+        return 2.0 * self.m * self.n * self.k * self.count
 
 
 TILE = (128, 256)
@@ -43,7 +44,7 @@ def matrix_seconds(matrix: Matrix, rate: float, depth_overhead: float, kernel_se
     """
     tall = math.ceil(matrix.m / TILE[0]) * TILE[0] * math.ceil(matrix.n / TILE[1]) * TILE[1]
     wide = math.ceil(matrix.m / TILE[1]) * TILE[1] * math.ceil(matrix.n / TILE[0]) * TILE[0]
-    return 2.0 * min(tall, wide) * (matrix.k + depth_overhead) / rate + kernel_seconds
+    return matrix.count * (2.0 * min(tall, wide) * (matrix.k + depth_overhead) / rate + kernel_seconds)
 
 
 class Work(NamedTuple):
@@ -80,8 +81,8 @@ def products_of(module: Module, share: Share) -> tuple[Matrix, ...]:
         case Moe():
             routed = routed_tokens(module, tokens, units) / units.size
             expert = (
-                *((Matrix(routed, module.expert_ffn, hidden),) * 2 * units.size),
-                *((Matrix(routed, hidden, module.expert_ffn),) * units.size),
+                Matrix(routed, module.expert_ffn, hidden, 2 * units.size),
+                Matrix(routed, hidden, module.expert_ffn, units.size),
             )
             own, columns = share.chunk_tokens, module.shared_ffn
             shared = (*((Matrix(own, columns, hidden),) * 2), Matrix(own, hidden, columns)) if columns else ()

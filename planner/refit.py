@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -99,6 +100,7 @@ class Refit:
         for name, kind in zip(self._names, self._kinds, strict=True):
             self._modes[kind].add(placed[name].recompute)
         self._rows: dict[tuple[object, ...], Row | None] = {}
+        self._block_rows: dict[tuple[object, ...], Row | None] = {}
         self._composed: dict[tuple[object, ...], tuple[float, Cuts, list[list[Option]]] | None] = {}
         self._rates: dict[int, float] = {}
         self._spread = Topology(plan).span([replica.ranks[0] for replica in plan.replicas])
@@ -213,6 +215,9 @@ class Refit:
             usable = [np.flatnonzero(table[5] <= work) for table in tables]
             if not all(own.size for own in usable):
                 break
+            least = sum(count * float(s[own].min()) for count, s, own in zip(counts, seconds, usable, strict=True))
+            if best is not None and least >= best.seconds:
+                break
             relaxed = relax(
                 counts,
                 [s[own] for s, own in zip(seconds, usable, strict=True)],
@@ -261,23 +266,21 @@ class Refit:
 
     def _row(self, kind: int, blocks: Blocks, mode: Recompute, cuts: Cuts, task: Task) -> Row | None:
         """The slowest and the fullest block of a composition; None where the costs were not measured."""
-        starts, nodes = block_starts(blocks), task.nodes
         copies = len(blocks) + task.others * len(self._blocks[kind])
-        parts: dict[tuple[int, int, LinkLevel], None] = {}
-        for start, stop in pairwise(starts):
-            inside = len(set(nodes[start:stop])) == 1
-            parts[stop - start, cuts[stop] - cuts[start], "scale_up" if inside else "scale_out"] = None
-        rows = [self._block(kind, copies, mode, *part) for part in parts]
-        known = [row for row in rows if row is not None]
-        if len(known) < len(rows):
-            return None
-        return tuple(max(values) for values in zip(*known, strict=True))
+        parts = _parts(blocks, cuts, task.nodes)
+        key = (kind, copies, mode, parts)
+        if key not in self._rows:
+            rows = [self._block(kind, copies, mode, *part) for part in parts]
+            known = [row for row in rows if row is not None]
+            whole = len(known) == len(rows)
+            self._rows[key] = tuple(max(values) for values in zip(*known, strict=True)) if whole else None
+        return self._rows[key]
 
     def _block(
         self, kind: int, copies: int, mode: Recompute, degree: int, block_tokens: int, level: LinkLevel
     ) -> Row | None:
         key = (kind, copies, mode, degree, block_tokens, level)
-        if key not in self._rows:
+        if key not in self._block_rows:
             module, training = self._modules[kind], self._plan.training
             share = Share.of(module, degree, block_tokens, training.seq_len)
             index = self._kinds.index(kind)
@@ -298,9 +301,9 @@ class Refit:
                     level=level,
                 )
             except BadInputError:
-                self._rows[key] = None
+                self._block_rows[key] = None
             else:
-                self._rows[key] = (
+                self._block_rows[key] = (
                     cost.forward_seconds + cost.forward_communication_seconds,
                     cost.backward_seconds + cost.backward_communication_seconds,
                     held.gradients / GRADIENT_BYTES * self._once_per_element(copies),
@@ -308,7 +311,7 @@ class Refit:
                     float(activation_bytes(module, share, training.precision, mode)),
                     float(working_bytes(module, share, training.precision, mode)),
                 )
-        return self._rows[key]
+        return self._block_rows[key]
 
     def _once_per_element(self, copies: int) -> float:
         """Seconds of gradient sync and optimizer for an element that so many ranks hold."""
@@ -323,6 +326,16 @@ class Refit:
             )
             self._rates[copies] = (sync + self._costs.optimizer(elements)) / elements
         return self._rates[copies]
+
+
+@lru_cache(maxsize=65536)
+def _parts(blocks: Blocks, cuts: Cuts, nodes: tuple[int, ...]) -> tuple[tuple[int, int, LinkLevel], ...]:
+    """What tells a composition's blocks apart: ranks, tokens, and whether they share a node."""
+    found: dict[tuple[int, int, LinkLevel], None] = {}
+    for start, stop in pairwise(block_starts(blocks)):
+        inside = len(set(nodes[start:stop])) == 1
+        found[stop - start, cuts[stop] - cuts[start], "scale_up" if inside else "scale_out"] = None
+    return tuple(found)
 
 
 def _largest_last(option: Option) -> tuple[int, int, Blocks]:

@@ -8,7 +8,7 @@ subject to  sum over r of  m_r b_r = batch,  m_r >= 1
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -16,6 +16,8 @@ from itertools import accumulate, pairwise
 # Finish times looked at beyond the first at which all replicas together could do the batch; sizes of micro-batches
 # have small common multiples, after which nothing new comes.
 MOST_STEPS = 256
+# Relative difference of works that are equal on paper.
+ROUNDING = 4e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,27 +107,47 @@ def deal_modules(work: Sequence[float], sizes: Sequence[int]) -> list[tuple[int,
     """
     if len(sizes) > len(work):
         return None
-    low, high = 0.0, sum(work) / min(sizes)
-    best = _filled(work, sizes, high)
-    for _ in range(40):
-        middle = (low + high) / 2.0
-        found = _filled(work, sizes, middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
-    return None if best is None else [tuple(range(start, stop)) for start, stop in pairwise(best)]
-
-
-def _filled(work: Sequence[float], sizes: Sequence[int], most: float) -> tuple[int, ...] | None:
-    """Boundaries with at most `most` work per rank and a module for every stage; None when there are none."""
     before = [0.0, *accumulate(work)]
-    number, came_from = len(work), [{0: 0}]  # of every stage: where it may end, and where it then began
+    low, high = before[-1] / sum(sizes), before[-1] / min(sizes)
+    if _filled(before, sizes, high) is None:
+        return None
+    while high > low * (1.0 + ROUNDING):
+        middle = (low + high) / 2.0
+        found = _filled(before, sizes, middle)
+        if found is None:
+            low = middle
+            continue
+        # What was found may be well within the limit that was asked for, and then is often the best already.
+        runs = zip(pairwise(found), sizes, strict=True)
+        high = max((before[stop] - before[start]) / size for (start, stop), size in runs)
+        if _filled(before, sizes, high * (1.0 - ROUNDING)) is None:
+            break
+    bounds = _filled(before, sizes, high)
+    return None if bounds is None else [tuple(range(start, stop)) for start, stop in pairwise(bounds)]
+
+
+def _filled(before: Sequence[float], sizes: Sequence[int], most: float) -> tuple[int, ...] | None:
+    """Boundaries with at most `most` work per rank and a module for every stage; None when there are none.
+
+    `before[i]`: work of the first i modules.
+    """
+    number, came_from = len(before) - 1, [{0: 0}]  # of every stage: where it may end, and where it then began
+    left = sum(sizes)
     for stage, size in enumerate(sizes):
-        limit, ends = most * size * (1.0 + 1e-12), {}
+        limit, ends = most * size * (1.0 + ROUNDING / 4.0), {}
         last = number - (len(sizes) - stage - 1)
-        covered = 0  # starts ascend, and so does how far they reach
+        left -= size
+        # Later stages can do no more than this; starts ascend, and so does how far they reach.
+        covered = furthest = bisect_left(before, before[-1] - left * most * (1.0 + ROUNDING)) - 1
         for start in came_from[-1]:
-            furthest = min(bisect_right(before, before[start] + limit) - 1, last)
-            ends.update(dict.fromkeys(range(max(start, covered) + 1, furthest + 1), start))
-            covered = max(covered, furthest)
+            reach = before[start] + limit
+            while furthest < last and before[furthest + 1] <= reach:
+                furthest += 1
+            if furthest > max(start, covered):
+                ends.update(dict.fromkeys(range(max(start, covered) + 1, furthest + 1), start))
+                covered = furthest
+            if covered == last:
+                break
         came_from.append(ends)
     if number not in came_from[-1]:
         return None

@@ -8,6 +8,7 @@ neighbouring ranks that together hold one full copy of a module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ class Interval(NamedTuple):
         return Interval(self.start + offset, self.stop + offset)
 
 
+@lru_cache(maxsize=65536)
 def balanced_cuts(size: int, parts: int) -> Cuts:
     """Cut points of the most even integer division: part i is [i*size//parts, (i+1)*size//parts)."""
     return tuple(i * size // parts for i in range(parts + 1))
