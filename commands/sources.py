@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from cost_models.buckets import holdings
@@ -18,6 +19,7 @@ from reports.trace import PredictedStep, trace
 from specs.base import load_document
 from specs.errors import BadInputError
 from specs.plan import Plan
+from specs.profile import Profile
 from specs.runlog import ActionsRecord, Record, read_log
 
 
@@ -44,14 +46,28 @@ def plot_step(plan: Plan, profile: Path | None, path: Path) -> None:
     draw(first_pass(plan, costs).spans(), path, title=title, step_seconds=predicted.step_time_seconds)
 
 
+def _other_costs(plan: Plan, profile: Profile | None) -> Iterator[str]:
+    """A sentence when the passes are priced from something else than the plan was."""
+    own = plan.made.inputs.get("profile")
+    used = None if profile is None else profile.sha256()
+    if used == own:
+        return
+    made = "shipped device data" if own is None else "a profile" if used is None else "another profile"
+    now = "shipped device data" if used is None else "the profile given here"
+    what = "Pass that profile with --profile" if own is not None else "Leave --profile away"
+    yield f"The plan was made with {made}; passes are drawn from {now}. {what} to see those of the plan."
+
+
 def gather(source: Path, *, profile: Path | None, days: float, trials: int) -> Inputs:
     """Everything that a page shows.  What cannot be had is left out, with the reason."""
     plan, path, records = read_source(source)
+    measured = read_profile(profile)
     missing = []
     spans = delivery = None
     try:
-        costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
+        costs = costs_from(measured)(plan.cluster, plan.training)
         spans = first_pass(plan, costs).spans()
+        missing += _other_costs(plan, measured)
     except BadInputError as error:
         missing.append(f"The pipeline's passes: {error}")
     try:
@@ -64,14 +80,16 @@ def gather(source: Path, *, profile: Path | None, days: float, trials: int) -> I
 def trace_of(source: Path, profile: Path | None) -> tuple[dict[str, object], list[str]]:
     """One step, predicted and measured, and what is left out of it.  Raises `BadInputError` when nothing is left."""
     plan, _, records = read_source(source)
+    given = read_profile(profile)
     notes = []
     measured = next((record for record in reversed(records) if isinstance(record, ActionsRecord)), None)
     if records and measured is None:
         notes.append("the run's log has no record of a step's actions: it broke off before its last step.")
     expected = None
     try:
-        costs = costs_from(read_profile(profile))(plan.cluster, plan.training)
+        costs = costs_from(given)(plan.cluster, plan.training)
         expected = PredictedStep(first_pass(plan, costs), price(plan, costs), costs.overhead.other_seconds_per_step)
+        notes += _other_costs(plan, given)
     except BadInputError as error:
         if measured is None:
             raise

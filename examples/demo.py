@@ -2,7 +2,7 @@
 
 Two processes stand for two GPUs whose memory is capped so low that plain data parallelism does not fit.  The best
 uniform plan is one way out; the plan that chooses each module's degree is another.  Both are trained, in turns, and
-both are compared with what was predicted.
+both are compared with what was predicted.  Last, one page shows the longest run beside its plan.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ def main() -> None:
     run = OUT / "run"
     plait("train", plans["chosen"], "--out", run, "--steps", TRAIN_STEPS)
     show(plait("compare", run, "--plot", OUT / "compare.png"))
+    page = OUT / "report.html"
+    plait("report", run, "--profile", profile, "-o", page)
     held_out = [record for record in read_log(run / "log.jsonl") if isinstance(record, EvaluationRecord)][-1]
     first = next(record for record in read_log(run / "log.jsonl") if isinstance(record, StepRecord))
 
@@ -141,6 +143,7 @@ def main() -> None:
         (plans["chosen"], "the plan, with its ladder and certificate"),
         (run, "log, checkpoints, options"),
         (OUT / "compare.png", "predicted and measured, as a picture"),
+        (page, "all of it on one page: open it in a browser"),
     ):
         console.print(f"  {path!s:<28} {what}")
 

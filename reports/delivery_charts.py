@@ -23,7 +23,7 @@ def waterfall_chart(delivery: Delivery) -> Chart:
             left, size = (0.0, share) if whole else (top, -share)
             axes.barh(place, 100 * size, 0.7, 100 * left, color=BLUE if whole else RED)
             axes.annotate(
-                f"{100 * share:.2f} %",
+                f"{100 * share:.2f} %" if abs(share) >= 5e-5 else "0 %",
                 (1, place),
                 xycoords=("axes fraction", "data"),
                 xytext=(4, 0),

@@ -25,6 +25,7 @@ from specs.plan import Plan
 from specs.runlog import MemoryRecord, Record
 from specs.units import num_bytes, percent, rate, seconds
 
+NOTHING_LOST = 1e-4  # of the ideal: a chart of it would show nothing
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
@@ -94,16 +95,20 @@ def _cards(plan: Plan, comparison: Comparison | None) -> list[Card]:
     assert predicted is not None
     cards = [
         Card(seconds(predicted.step_time_seconds), "step, predicted"),
-        Card(rate(predicted.tokens_per_second, "tokens"), "predicted"),
+        Card(rate(predicted.tokens_per_second, "tokens"), "speed, predicted"),
         Card(rate(predicted.goodput_tokens_per_second, "tokens"), "goodput, predicted"),
         Card(num_bytes(predicted.peak_memory_bytes), "fullest rank, predicted"),
     ]
     if comparison is not None:
-        error = comparison.step_time.error
+        error, peak = comparison.step_time.error, comparison.memory.get("peak")
         cards += [
-            Card(seconds(comparison.step_time.measured.median), "step, measured median"),
-            Card("-" if error is None else percent(error, signed=True), "error of the prediction"),
+            Card(
+                seconds(comparison.step_time.measured.median),
+                "step, measured" + ("" if error is None else f" (prediction {percent(error, signed=True)})"),
+            ),
+            Card(rate(comparison.tokens_per_second.measured.median, "tokens"), "speed, measured"),
             Card(rate(comparison.account.goodput_tokens_per_second, "tokens"), "goodput, measured"),
+            *([] if peak is None else [Card(num_bytes(int(peak.measured.median)), "fullest rank, measured")]),
         ]
     return cards
 
@@ -145,9 +150,15 @@ def _plan_sections(inputs: Inputs, comparison: Comparison | None) -> list[Sectio
     if inputs.delivery is not None:
         found = inputs.delivery
         said = verdict(found)
-        text = f"{found.days:g} days played {found.trials} times under policy {found.chosen.policy.name}."
-        charts = (drawn(waterfall_chart(found)), drawn(policies_chart(found)))
-        sections.append(Section("What is left after failures?", (text, *([said] if said else [])), charts))
+        delivered = found.chosen.outcome.mean
+        text = (
+            f"{found.days:g} days of failures, saves and restarts, played {found.trials} times under policy "
+            f"{found.chosen.policy.name}: {percent(delivered)} of the ideal is delivered."
+        )
+        all_kept = 1.0 - delivered < NOTHING_LOST
+        charts = () if all_kept else (drawn(waterfall_chart(found)), drawn(policies_chart(found)))
+        told = "So few devices hardly ever fail in that time." if all_kept else said
+        sections.append(Section("What is left after failures?", (text, *([told] if told else [])), charts))
     if inputs.missing:
         sections.append(Section("What is not shown", inputs.missing))
     return sections
@@ -161,10 +172,8 @@ def _run_sections(inputs: Inputs) -> list[Section]:
         return []
     account = account_of(attempts)
     wasted = account.num_wasted_steps
-    text = (
-        f"{len(account.kept)} steps kept, {wasted} done in vain, {account.num_attempts} starts, "
-        f"{seconds(account.wall_seconds)} in all."
-    )
+    starts = "1 start" if account.num_attempts == 1 else f"{account.num_attempts} starts"
+    text = f"{len(account.kept)} steps kept, {wasted} done in vain, {starts}, {seconds(account.wall_seconds)} in all."
     history = drawn(history_chart(attempts, inputs.records))
     return [
         Section("What happened?", (text,), (history,)),
@@ -195,7 +204,8 @@ def _tables(plan: Plan) -> list[Section]:
             for number, other in enumerate(plan.alternatives, start=1)
         ]
         table = Table(("", "layout", "why not", "step", "peak memory"), others, 3)
-        sections.append(Section("What was not taken?", (), (drawn(alternatives_chart(plan)),), table))
+        chart = alternatives_chart(plan)
+        sections.append(Section("What was not taken?", (), (drawn(chart),) if chart else (), table))
     if plan.contingencies:
         sections.append(_losses(plan))
     return [*sections, Section("The layout in full", (), (), layout)]

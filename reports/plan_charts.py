@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from cost_models.buckets import holdings
 from cost_models.memory import PlanMemory
@@ -16,27 +17,56 @@ from specs.runlog import MemoryRecord
 from specs.units import num_bytes, percent, seconds
 
 MEMORY_COLOURS = dict(zip(MEMORY_NAMES, (BLUE, ORANGE, GREEN, SKY, PINK, YELLOW, GREY), strict=True))
-MAX_BARS = 128  # ranks side by side; of more, the fullest of each stage
+MAX_BARS = 128  # ranks side by side
+FEW_BARS = 8
 
 
-def memory_by_rank(plan: Plan) -> dict[str, MemoryTerms]:
-    """Predicted peak of every rank of the first replica, in stage order, by label; of the fullest ones when many."""
+class Bars(NamedTuple):
+    """Predicted peaks by label, which of the ranks they are in words, and where another replica begins."""
+
+    terms: dict[str, MemoryTerms]
+    words: str
+    starts: tuple[int, ...]
+
+
+def memory_by_rank(plan: Plan) -> Bars:
+    """Of every rank, replica by replica; of one replica of each kind when there are many; of the fullest in each stage.
+
+    Replicas of one kind share a pipeline, so that rank for rank they hold the same.
+    """
     assert plan.predicted is not None
     counts = Counter(replica.pipeline for replica in plan.replicas)
     reserved = plan.predicted.peak_memory_terms.reserved
     memory = PlanMemory(plan, holdings(plan), counts, reserved_bytes=reserved)
-    replica = plan.replicas[0]
-    pipeline = plan.pipelines[replica.pipeline]
-    by_stage = [memory.stage(replica.pipeline, stage) for stage in range(len(pipeline.stages))]
-    if len(replica.ranks) > MAX_BARS:
-        return {f"stage {stage}": max(terms, key=lambda item: item.total()) for stage, terms in enumerate(by_stage)}
-    flat = [terms for stage in by_stage for terms in stage]
-    return {str(rank): terms for rank, terms in zip(replica.ranks, flat, strict=True)}
+    by_stage = {
+        number: [memory.stage(number, stage) for stage in range(len(plan.pipelines[number].stages))]
+        for number in sorted(counts)
+    }
+    first = {replica.pipeline: replica for replica in reversed(plan.replicas)}
+    kinds = [first[number] for number in sorted(first)]
+    for shown, words in (
+        (plan.replicas, "rank"),
+        (kinds, "rank; the other replicas hold the same" if len(kinds) == 1 else "rank, of one replica of each kind"),
+    ):
+        if sum(len(replica.ranks) for replica in shown) <= MAX_BARS:
+            sizes = [len(replica.ranks) for replica in shown]
+            flat = [terms for replica in shown for stage in by_stage[replica.pipeline] for terms in stage]
+            ranks = [rank for replica in shown for rank in replica.ranks]
+            return Bars(dict(zip(map(str, ranks), flat, strict=True)), words, tuple(accumulate(sizes))[:-1])
+    fullest = {
+        f"{number}.{stage}" if len(kinds) > 1 else str(stage): max(terms, key=MemoryTerms.total)
+        for number, stages in by_stage.items()
+        for stage, terms in enumerate(stages)
+    }
+    starts = tuple(accumulate(len(stages) for stages in by_stage.values()))[:-1]
+    several = "kind of replica and " if len(kinds) > 1 else ""
+    return Bars(fullest, f"{several}stage: the fullest rank of each", starts)
 
 
 def memory_chart(plan: Plan, measured: MemoryRecord | None) -> Chart:
     """Stacked bars by rank against what a rank may fill; dots where a run measured."""
-    ranks = memory_by_rank(plan)
+    ranks, which, starts = memory_by_rank(plan)
+    are_ranks = which.startswith("rank")
     cap = _cap(plan)
     scale, unit = (2**30, "GiB") if cap >= 2**30 else (2**20, "MiB")
 
@@ -50,19 +80,20 @@ def memory_chart(plan: Plan, measured: MemoryRecord | None) -> Chart:
                 axes.bar(places, values, 0.86, bottom, color=MEMORY_COLOURS[name], label=words)
                 bottom = [low + value for low, value in zip(bottom, values, strict=True)]
         axes.axhline(cap / scale, color=RED, linewidth=1.5, label="limit")
-        if measured is not None:
-            found = [
-                (place, measured.peak_bytes.get(int(label))) for place, label in enumerate(ranks) if label.isdigit()
-            ]
+        for start in starts:
+            axes.axvline(start - 0.5, color=FAINT, linewidth=0.8, linestyle=":")
+        if measured is not None and are_ranks:
+            found = [(place, measured.peak_bytes.get(int(label))) for place, label in enumerate(ranks)]
             points = [(place, value / scale) for place, value in found if value is not None]
             axes.plot(
                 *zip(*points, strict=True), "D", color=INK, markersize=4, label="measured peak"
             ) if points else None
         every = max(1, -(-len(ranks) // (8 if is_narrow(figure) else 24)))
         axes.set_xticks(list(places)[::every], list(ranks)[::every])
-        axes.set_xlabel("rank of the first replica" if next(iter(ranks)).isdigit() else "fullest rank of each stage")
+        axes.set_xlabel(which)
         axes.set_ylabel(unit)
-        axes.set_xlim(-0.6, len(ranks) - 0.4)
+        margin = max(0.0, (FEW_BARS - len(ranks)) / 2)  # a few bars are not as wide as the page
+        axes.set_xlim(-0.6 - margin, len(ranks) - 0.4 + margin)
         figure.legend(loc="outside lower left", ncols=2 if is_narrow(figure) else 9, fontsize=8)
 
     words = f"Memory by rank against the limit of {num_bytes(cap)}"
@@ -137,33 +168,42 @@ def ladder_chart(plan: Plan) -> Chart:
     return Chart(draw, (0.9 + 0.32 * len(rungs),) * 2, f"Step time by freedom: {words}")
 
 
-def alternatives_chart(plan: Plan) -> Chart:
-    """Step time and peak memory of the plan and of those that were not taken."""
+def alternatives_chart(plan: Plan) -> Chart | None:
+    """Step time and peak memory of the plan and of those that were not taken; None when none of them has both."""
     assert plan.predicted is not None
     cap = _cap(plan)
     scale, unit = (2**30, "GiB") if cap >= 2**30 else (2**20, "MiB")
-    others = [
-        (other.step_time_seconds, other.peak_memory_bytes / scale, number)
+    points = [
+        (other.step_time_seconds, other.peak_memory_bytes, str(number))
         for number, other in enumerate(plan.alternatives, start=1)
         if other.step_time_seconds is not None and other.peak_memory_bytes is not None
     ]
-    own = (plan.predicted.step_time_seconds, plan.predicted.peak_memory_bytes / scale)
+    if not points:
+        return None
+    names: dict[tuple[str, str], list[str]] = {}  # plans that differ by less than can be seen share their label
+    for step, memory, number in points:
+        names.setdefault((f"{step:.2e}", f"{memory:.1e}"), []).append(number)
+    own = (plan.predicted.step_time_seconds, plan.predicted.peak_memory_bytes)
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
         time, name = (1.0, "seconds") if own[0] >= 1 else (1e3, "milliseconds")
-        axes.plot(own[0] * time, own[1], "*", color=RED, markersize=14, label="this plan")
-        for step, memory, number in others:
-            axes.plot(step * time, memory, "o", color=BLUE)
-            axes.annotate(str(number), (step * time, memory), xytext=(5, 5), textcoords="offset points")
+        for step, memory, number in points:
+            place = step * time, memory / scale
+            axes.plot(*place, "o", color=BLUE)
+            alike = names[f"{step:.2e}", f"{memory:.1e}"]
+            if number == alike[0]:
+                axes.annotate(", ".join(alike), place, xytext=(6, 6), textcoords="offset points")
+        axes.plot(own[0] * time, own[1] / scale, "*", color=RED, markersize=14, label="this plan")
         axes.axhline(cap / scale, color=FAINT, linestyle="--", label="limit")
-        axes.margins(0.12)
+        axes.plot([], [], "o", color=BLUE, label="others, by their number below")
+        axes.margins(x=0.12)
+        axes.set_ylim(0, 1.15 * max(cap, own[1], *(memory for _, memory, _ in points)) / scale)
         axes.set_xlabel(f"{name} per step")
         axes.set_ylabel(f"peak memory, {unit}")
-        axes.legend(loc="best")
+        figure.legend(loc="outside lower left", ncols=3, fontsize=8)
 
-    words = f"Step time against peak memory of this plan and {len(others)} others"
-    return Chart(draw, (3.2, 3.2), words)
+    return Chart(draw, (3.2, 3.2), f"Step time against peak memory of this plan and {len(points)} others")
 
 
 def gap_words(plan: Plan) -> str:
@@ -173,4 +213,5 @@ def gap_words(plan: Plan) -> str:
         return ""
     if found.status == "optimal":
         return f"Proven: no layout of these freedoms is better (gap {percent(found.gap)})."
-    return f"No layout of these freedoms can be more than {percent(found.gap)} better."
+    gap = percent(found.gap) if found.gap >= 1e-3 else f"{100 * found.gap:.2f} %"
+    return f"No layout of these freedoms can be more than {gap} better."

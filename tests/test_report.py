@@ -166,9 +166,16 @@ def test_a_page_of_a_plan(plan: Plan, tmp_path: Path) -> None:
     assert not re.search(r"#(010203|8a8b8c|fdfcfb)", html), "a stand-in colour is left"
 
 
-def test_a_page_of_a_run(tmp_path: Path) -> None:
-    runs.write(tmp_path / "run", eventful_run(), of=priced(runs.plan()))
-    outline = Outline(report(tmp_path / "run", tmp_path / "report.html"))
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run in which much happened."""
+    folder = tmp_path_factory.mktemp("page")
+    runs.write(folder / "run", eventful_run(), of=priced(runs.plan()))
+    return report(folder / "run", folder / "report.html")
+
+
+def test_a_page_of_a_run(run_page: str) -> None:
+    outline = Outline(run_page)
     assert outline.headings[6:9] == ["What happened?", "What did it learn?", "Where did the run's time go?"]
     said = " ".join(outline.charts)
     assert "2 starts, 1 checkpoints, 2 incidents" in said
@@ -193,11 +200,37 @@ def test_a_page_without_predictions_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.html").exists()
 
 
+def test_costs_that_are_not_the_plans_are_said(tmp_path: Path) -> None:
+    planned = priced(runs.plan())
+    made = planned.made.model_copy(update={"inputs": {"profile": "0" * 64}})
+    planned.model_copy(update={"made": made}).save(tmp_path / "plan.json")
+    html = report(tmp_path / "plan.json", tmp_path / "report.html")
+    assert "made with a profile; passes are drawn from shipped device data" in html
+
+
 def test_memory_by_rank_holds_the_predicted_peak(plan: Plan) -> None:
     assert plan.predicted is not None
     ranks = memory_by_rank(plan)
-    assert len(ranks) == 32
-    assert max(terms.total() for terms in ranks.values()) == plan.predicted.peak_memory_bytes
+    assert list(ranks.terms) == [str(rank) for replica in plan.replicas for rank in replica.ranks]
+    assert (ranks.words, ranks.starts) == ("rank", (32,))
+    assert max(terms.total() for terms in ranks.terms.values()) == plan.predicted.peak_memory_bytes
+
+
+def test_memory_of_many_ranks_is_that_of_each_kind_of_replica() -> None:
+    """Two kinds that differ in their blocks; all hold to the fullest rank."""
+    one, other = (
+        plans.plan(stages=2, ranks=8, degree=degree, replicas=16, model=model_preset("gpt2"), seq_len=512,
+                   on=cluster_preset("h100x256"))
+        for degree in (1, 8)
+    )  # fmt: skip
+    replicas = [replica.model_copy(update={"pipeline": number % 2}) for number, replica in enumerate(one.replicas)]
+    both = one.model_copy(update={"pipelines": one.pipelines + other.pipelines, "replicas": tuple(replicas)})
+    predicted = price(both, device_costs(both.cluster, both.training))
+    found = memory_by_rank(both.with_results(predicted=predicted))
+    assert len(found.terms) == 2 * 16
+    assert found.starts == (16,)
+    assert "each kind" in found.words
+    assert max(terms.total() for terms in found.terms.values()) == predicted.peak_memory_bytes
 
 
 def test_the_passes_are_those_of_the_prediction(plan: Plan) -> None:
@@ -215,11 +248,13 @@ def test_the_passes_are_those_of_the_prediction(plan: Plan) -> None:
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-# Looks at the page in a frame of a given width, and leaves what it saw in the title.
-LOOK = """<!doctype html><iframe id="f" src="report.html" width="%d" height="900"></iframe><script>
-document.getElementById("f").onload = () => {
-  const page = document.getElementById("f").contentDocument, root = page.documentElement;
-  const seen = [...page.querySelectorAll("svg")].map((svg) => {
+WIDTHS = (1280, 400)
+# Looks at the page in a frame of each width, and leaves what it saw in the title.
+LOOK = """<!doctype html>%s<script>
+const seen = {};
+const look = (frame) => {
+  const page = frame.contentDocument, root = page.documentElement;
+  const charts = [...page.querySelectorAll("svg")].map((svg) => {
     const box = svg.getBoundingClientRect();
     const texts = [...svg.querySelectorAll("text")].map((text) => text.getBoundingClientRect());
     const shapes = svg.querySelectorAll("path, use").length;
@@ -227,18 +262,21 @@ document.getElementById("f").onload = () => {
             outside: texts.filter((t) => t.width && (t.left < box.left - 4 || t.right > box.right + 12)).length};
   }).filter((chart) => chart.width);
   const style = page.defaultView.getComputedStyle(page.body);
-  document.title = JSON.stringify({overflow: root.scrollWidth - root.clientWidth, seen, paper: style.backgroundColor});
-};</script>"""
+  seen[frame.width] = {overflow: root.scrollWidth - root.clientWidth, charts, paper: style.backgroundColor};
+  document.title = JSON.stringify(seen);
+};
+for (const frame of document.querySelectorAll("iframe")) frame.onload = () => look(frame);
+</script>"""
+FRAME = '<iframe src="report.html" width="%d" height="900"></iframe>'
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-@pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_browser_draws_every_chart(width: int, dark: bool, tmp_path: Path) -> None:
+def test_a_browser_draws_every_chart(dark: bool, run_page: str, tmp_path: Path) -> None:
+    """Wide and narrow, with nothing in the console and nothing wider than its window."""
     assert BROWSER is not None
-    runs.write(tmp_path / "run", eventful_run(), of=priced(runs.plan()))
-    html = report(tmp_path / "run", tmp_path / "report.html")
-    (tmp_path / "look.html").write_text(LOOK % width)
+    (tmp_path / "report.html").write_text(run_page, encoding="utf-8")
+    (tmp_path / "look.html").write_text(LOOK % "".join(FRAME % width for width in WIDTHS))
     result = subprocess.run(
         [
             BROWSER,
@@ -265,12 +303,15 @@ def test_a_browser_draws_every_chart(width: int, dark: bool, tmp_path: Path) -> 
     title = re.search(r"<title>(.*?)</title>", result.stdout)
     assert title is not None, result.stdout[:500]
     found = json.loads(title[1])
-    assert found["overflow"] <= 0, "the page is wider than its window"
-    assert len(found["seen"]) == html.count("<svg") / 2
-    for chart in found["seen"]:
-        assert chart["width"] > 0.8 * min(width, 1120) - 32
-        assert chart["height"] > 60
-        assert chart["shapes"] > 5
-        assert chart["texts"] > 3
-        assert chart["outside"] == 0
-    assert found["paper"] == ("rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)")
+    assert set(found) == {str(width) for width in WIDTHS}
+    for width in WIDTHS:
+        view = found[str(width)]
+        assert view["overflow"] <= 0, "the page is wider than its window"
+        assert len(view["charts"]) == run_page.count("<svg") / 2
+        for chart in view["charts"]:
+            assert chart["width"] > 0.8 * min(width, 1120) - 32
+            assert chart["height"] > 60
+            assert chart["shapes"] > 5
+            assert chart["texts"] > 3
+            assert chart["outside"] == 0
+        assert view["paper"] == ("rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)")
