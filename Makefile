@@ -28,6 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    { echo "python cannot create virtual environments. On Debian or Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 1; }
 	@echo "installing Plait and its dependencies (PyTorch is large: minutes on a slow line)"
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[test,dev]' -c constraints.txt $(PIP_ARGS)
+	@$(BIN)/python -m compileall -q cli.py commands cost_models executor exports planner profiles recovery reports specs
 	@touch $@
 
 demo: $(STAMP)  ## profile, plan, train and compare on this machine (minutes)

@@ -63,14 +63,12 @@ def plan(
     # The search's matrices are small: threads of numpy's BLAS, not yet imported here, would only wait for each other.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-    from commands.sources import plot_step
     from planner.constraints import Constraints
     from planner.start import start_plan
-    from reports.figures import format_of
-    from reports.plan import as_json as to_json
-    from reports.plan import render
 
     if plot is not None:
+        from reports.figures import format_of
+
         format_of(plot)  # before the search, not after it
     found = start_plan(
         model=model,
@@ -92,11 +90,17 @@ def plan(
     if out is not None:
         found.save(out)
     if plot is not None:
+        from commands.sources import plot_step  # reports of every kind, slow to import
+
         plot_step(found, profile, plot)
+    from reports.plan import as_json as to_json
+
     if as_json:
         typer.echo(json.dumps(to_json(found), indent=1))
         return
     from rich.console import Console
+
+    from reports.plan import render
 
     Console(highlight=False).print(render(found))
     for path in (out, plot):

@@ -17,19 +17,19 @@ class Matrix(NamedTuple):
     m: float
     n: float
     k: float
-    count: int = 1
+    number: int = 1
 
     def for_input(self) -> Matrix:
         """The gradient of the left operand: [m, n] x [n, k]."""
-        return Matrix(self.m, self.k, self.n, self.count)
+        return Matrix(self.m, self.k, self.n, self.number)
 
     def for_weight(self) -> Matrix:
         """The gradient of the right operand: [k, m] x [m, n]."""
-        return Matrix(self.k, self.n, self.m, self.count)
+        return Matrix(self.k, self.n, self.m, self.number)
 
     @property
     def flop(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.count
+        return 2.0 * self.m * self.n * self.k * self.number
 
 
 TILE = (128, 256)
@@ -44,7 +44,7 @@ def matrix_seconds(matrix: Matrix, rate: float, depth_overhead: float, kernel_se
     """
     tall = math.ceil(matrix.m / TILE[0]) * TILE[0] * math.ceil(matrix.n / TILE[1]) * TILE[1]
     wide = math.ceil(matrix.m / TILE[1]) * TILE[1] * math.ceil(matrix.n / TILE[0]) * TILE[0]
-    return matrix.count * (2.0 * min(tall, wide) * (matrix.k + depth_overhead) / rate + kernel_seconds)
+    return matrix.number * (2.0 * min(tall, wide) * (matrix.k + depth_overhead) / rate + kernel_seconds)
 
 
 class Work(NamedTuple):
