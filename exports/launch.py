@@ -1,7 +1,8 @@
-"""How to start a plan on every node: torchrun lines, and a batch file for Slurm.
+"""How to start a plan on every node: a batch file for Slurm with one agent per node, and torchrun lines.
 
-Processes are numbered node by node in the order of the plan's ranks; ranks that a plan leaves out (missing devices,
-spares) get no process, and their devices are hidden from the others by `CUDA_VISIBLE_DEVICES`.
+Under torchrun processes are numbered node by node in the order of the plan's ranks; ranks that a plan leaves out
+(missing devices, spares) get no process, and their devices are hidden from the others by `CUDA_VISIBLE_DEVICES`.  An
+agent knows the devices by their numbers, and has spare ones at hand when another is lost.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def _line(node: Node, num_nodes: int, plan_path: str, rendezvous: str) -> str:
 
 
 def write_slurm(plan: Plan, plan_path: str) -> str:
-    """An sbatch file: one torchrun per node, a checkpoint before the time limit, and the run goes on when requeued."""
-    nodes = nodes_of(plan)
-    installed = {node.installed for node in nodes}
+    """An sbatch file: one agent per node, a checkpoint before the time limit, and the run goes on when requeued."""
+    nodes = plan.cluster.node_ranks()
+    installed = {len(ranks) for ranks in nodes}
     if len(installed) > 1:
         raise BadInputError(
             f"the plan's nodes have {' and '.join(map(str, sorted(installed)))} devices, one Slurm job asks for equal "
@@ -79,21 +80,6 @@ def write_slurm(plan: Plan, plan_path: str) -> str:
         )
     of_devices = {plan.cluster.device_of(rank).kind for replica in plan.replicas for rank in replica.ranks}
     gpus = [f"#SBATCH --gpus-per-node={installed.pop()}"] if "gpu" in of_devices else []
-    even = len(set(nodes)) == 1 and not nodes[0].visible
-    if even:
-        setup = [f"PROCESSES={len(nodes[0].devices)}"]
-    else:
-        setup = [
-            f"COUNTS=({' '.join(str(len(node.devices)) for node in nodes)})  # processes of every node",
-            f"DEVICES=({' '.join(','.join(map(str, node.devices)) for node in nodes)})",
-            'PROCESSES="${COUNTS[$SLURM_NODEID]}"',
-            'export CUDA_VISIBLE_DEVICES="${DEVICES[$SLURM_NODEID]}"',
-        ]
-    worker = [
-        *setup,
-        f'exec torchrun --nnodes {len(nodes)} --nproc-per-node "$PROCESSES" --node-rank "$SLURM_NODEID" \\',
-        f'    --master-addr "$HEAD" --master-port {PORT} -m cli train "$PLAN" --out "$RUN" $RESUME',
-    ]
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name=plait-{''.join(c if c.isalnum() or c in '-.' else '-' for c in plan.model.name)}",
@@ -101,6 +87,7 @@ def write_slurm(plan: Plan, plan_path: str) -> str:
         "#SBATCH --ntasks-per-node=1",
         *gpus,
         "#SBATCH --exclusive",
+        "#SBATCH --no-kill  # a node that fails does not end the job: training goes on without it",
         "#SBATCH --requeue",
         "#SBATCH --signal=TERM@300  # five minutes before the limit: finish the step and save",
         "#SBATCH --output=%x-%j.log",
@@ -108,15 +95,11 @@ def write_slurm(plan: Plan, plan_path: str) -> str:
         "# Submit: sbatch THIS_FILE. PLAN and RUN must be on a disk that all nodes share.",
         "set -euo pipefail",
         "",
-        f'export PLAN="${{PLAN:-{plan_path}}}"'
-        if shlex.quote(plan_path) == plan_path
-        else f"export PLAN={shlex.quote(plan_path)}",
-        'export RUN="${RUN:-runs/$SLURM_JOB_NAME}"',
-        'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
-        'if [ -f "$RUN/log.jsonl" ]; then export RESUME=--resume; else export RESUME=; fi',
+        f'PLAN="${{PLAN:-{plan_path}}}"' if shlex.quote(plan_path) == plan_path else f"PLAN={shlex.quote(plan_path)}",
+        'RUN="${RUN:-runs/$SLURM_JOB_NAME}"',
+        'if [ -f "$RUN/log.jsonl" ]; then RESUME=--resume; else RESUME=; fi',
         "",
-        "srun --kill-on-bad-exit=1 bash -c '",
-        *worker,
-        "'",
+        "# One agent per node; the first node's supervises. Which node is which, Slurm tells them.",
+        'srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 plait train "$PLAN" --out "$RUN" $RESUME',
     ]
     return "\n".join(lines) + "\n"

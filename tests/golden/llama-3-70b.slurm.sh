@@ -4,6 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --no-kill  # a node that fails does not end the job: training goes on without it
 #SBATCH --requeue
 #SBATCH --signal=TERM@300  # five minutes before the limit: finish the step and save
 #SBATCH --output=%x-%j.log
@@ -12,13 +13,9 @@
 # Submit: sbatch THIS_FILE. PLAN and RUN must be on a disk that all nodes share.
 set -euo pipefail
 
-export PLAN="${PLAN:-plan.json}"
-export RUN="${RUN:-runs/$SLURM_JOB_NAME}"
-export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-if [ -f "$RUN/log.jsonl" ]; then export RESUME=--resume; else export RESUME=; fi
+PLAN="${PLAN:-plan.json}"
+RUN="${RUN:-runs/$SLURM_JOB_NAME}"
+if [ -f "$RUN/log.jsonl" ]; then RESUME=--resume; else RESUME=; fi
 
-srun --kill-on-bad-exit=1 bash -c '
-PROCESSES=8
-exec torchrun --nnodes 8 --nproc-per-node "$PROCESSES" --node-rank "$SLURM_NODEID" \
-    --master-addr "$HEAD" --master-port 29500 -m cli train "$PLAN" --out "$RUN" $RESUME
-'
+# One agent per node; the first node's supervises. Which node is which, Slurm tells them.
+srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 plait train "$PLAN" --out "$RUN" $RESUME
