@@ -62,7 +62,8 @@ def _by_hand(searcher: Searcher) -> list[tuple[str, int, int]]:
 def _rejected(searcher: Searcher, name: str, num_stages: int, num_ranks: int, memory_bytes: int) -> Alternative:
     """Why a shape was not taken: divisibility, memory, or its bound."""
     grids = [g for g in searcher.grids if (g.num_stages, g.num_ranks) == (num_stages, num_ranks)]
-    needs = [least for least in (least_memory(searcher.chain, grid, searcher.source) for grid in grids) if least]
+    plain = (grid for grid in grids if grid.schedule == "1f1b")  # holds no more than any other schedule
+    needs = [least for least in (least_memory(searcher.chain, grid, searcher.source) for grid in plain) if least]
     if not needs:
         constrained = searcher.rules.by_module and not grids
         reason = "does not divide the ranks, the global batch or a module"

@@ -54,7 +54,7 @@ def _least_with(menu: Menu, chain: Chain, grid: Grid, source: OptionSource) -> L
     reach[0] = 0.0
     origins, limits = [], []
     for stage in range(grid.num_stages):
-        needs, limit = _least_bytes(menu, chain.counts, grid.in_flight(stage))
+        needs, limit = _least_bytes(menu, chain.counts, grid.flights(stage)[0].kept)
         limits.append(limit)
         matrix = np.where(chain.contents == NO_CONTENT, np.inf, needs[chain.contents])
         worse = np.maximum(reach[:, None], matrix)
@@ -96,12 +96,12 @@ def _terms(
     counts: npt.NDArray[np.int64], grid: Grid, stage: int, menu: Menu, limit: float, reserved: float
 ) -> LeastMemory:
     static = activation = 0.0
-    degree = 1
+    degree, kept = 1, grid.flights(stage)[0].kept
     for kind in np.flatnonzero(counts).tolist():
         table = menu.tables[kind]
-        option = int(_held(table, grid.in_flight(stage), limit).argmin())
+        option = int(_held(table, kept, limit).argmin())
         static += counts[kind] * table.static[option]
-        activation += counts[kind] * grid.in_flight(stage) * table.activation[option]
+        activation += counts[kind] * kept * table.activation[option]
         degree = max(degree, menu.options[kind][option].degree)
     return LeastMemory(
         static + activation + limit + reserved, grid, stage, static, activation, limit + reserved, degree
@@ -109,8 +109,8 @@ def _terms(
 
 
 def least_of_all(chain: Chain, grids: list[Grid], source: OptionSource) -> LeastMemory | None:
-    """The grid point that needs least memory."""
-    found = (least_memory(chain, grid, source) for grid in grids)
+    """The grid point that needs least memory: one of 1f1b, which holds no more than any other schedule."""
+    found = (least_memory(chain, grid, source) for grid in grids if grid.schedule == "1f1b")
     return min((item for item in found if item is not None), key=lambda item: item.total_bytes, default=None)
 
 
@@ -129,7 +129,7 @@ def changes_that_fit(
         grids = enumerate_grids(topology, training, max_stages=stages, max_ranks_per_stage=topology.domain)
         try:
             source = OptionSource(chain, training, make_costs(cluster, training), topology)
-            least = least_of_all(chain, [grid for grid in grids if grid.schedule == "1f1b"], source)
+            least = least_of_all(chain, list(grids), source)
         except BadInputError:
             return False  # a profile that does not reach so far: what it cannot price is not proposed
         return least is not None and least.total_bytes <= capacity_bytes

@@ -92,6 +92,7 @@ class GridSearch:
         """Without sync, gradient sync counts nothing: a bound for every sharding and order."""
         self.chain = chain
         self.grid = grid
+        self._splits = grid.schedule == "zb-h1"
         self.menus = menus
         overhead, m = source.costs.overhead, grid.num_micro_batches
         self.host = overhead.other_seconds_per_action
@@ -113,12 +114,10 @@ class GridSearch:
         # The last backward pass also has host time.
         self.constant -= self._exposure.of_backward * self.host + self._exposure.of_sync * self.less
         self._bounds = StageBounds(menus, chain.counts, capacity, self.host)
-        self._places = [Place(s == 0, grid.in_flight(s)) for s in range(grid.num_stages)]
+        self._places = [Place(s == 0, grid.flights(s), grid.late(s)) for s in range(grid.num_stages)]
         self._alone = self._weights(1.0, 1.0)
         self._total = self._weights(1.0, 1.0, 0.0, 1.0)  # T with this stage's part of the optimizer
-        self._ending = self._weights(1.0, 1.0, 1.0, 1.0)  # and with its gradient sync
         self._forward = self._bounds.least(Weights(1.0, 0.0))
-        self._once = self._bounds.least(self._weights(0.0, 0.0, 1.0))
         self._exhausted: float | None = None  # the bound when nothing new was left to try
         self._offered: set[tuple[int, ...]] = set()
 
@@ -158,14 +157,18 @@ class GridSearch:
 
     def lower(self, stages: Sequence[StageResult]) -> float:
         """A bound of a solved layout's price."""
-        forward, backward, spread, update = (
-            [self._sum(stage, column) for stage in stages] for column in ("forward", "backward", "spread", "update")
+        forward, backward, weight, spread, update = (
+            [self._sum(stage, column) for stage in stages]
+            for column in ("forward", "backward", "weight", "spread", "update")
         )
+        forward, backward = ([seconds + self.host for seconds in of] for of in (forward, backward))
+        weight = [seconds + self.host for seconds in weight] if self._splits else [0.0] * len(stages)
         straggler = self.jitter * float(np.sqrt(self.grid.num_micro_batches * max(spread)))
         sync = max(0.0, self._sum(stages[0], "sync") - self.less)
-        exposed = self._costs.exposed_gradient_sync(sync, backward[0] + self.host, sharded=bool(self.grid.zero))
+        beside = backward[0] + weight[0]
+        exposed = self._costs.exposed_gradient_sync(sync, beside, sharded=bool(self.grid.zero))
         once = exposed + max(update)
-        pipeline = pipeline_bound(self.shape, [f + self.host for f in forward], [b + self.host for b in backward])
+        pipeline = pipeline_bound(self.shape, forward, backward, weight)
         return pipeline + once + straggler + self.other
 
     def _sharper(self, candidates: tuple[Exposure, Exposure]) -> Exposure:
@@ -180,13 +183,27 @@ class GridSearch:
         least = [min(float(getattr(menu.tables[k], column).min()) for menu in self.menus) for k in kinds]
         return float(self.chain.totals @ np.array(least))
 
-    def _weights(self, forward: float, backward: float, sync: float = 0.0, share: float = 0.0) -> Weights:
-        """Of forward f + backward b + sync x exposed sync + share x this stage's part of the slowest optimizer.
+    def _weights(
+        self, forward: float, backward: float, sync: float = 0.0, share: float = 0.0, weight: float = 0.0
+    ) -> Weights:
+        """Of forward f + backward b + weight w + sync x exposed sync + share x this stage's part of the slowest
+        optimizer.
 
         # max of u_s >= sum of u_s / P, so a path that visits every stage once may count u_s / P of each
         """
         exposure, part = self._exposure, 0.0 if self.grid.zero else share / self.grid.num_stages
-        return Weights(forward, backward - sync * exposure.of_backward, sync * exposure.of_sync, part)
+        beside = sync * exposure.of_backward
+        return Weights(
+            forward, backward - beside, sync * exposure.of_sync, part, weight - beside if self._splits else 0.0
+        )
+
+    def _ending(self, place: Place) -> Weights:
+        """T with what a stage does after its last action for another: weight gradients, sync, optimizer."""
+        return self._weights(1.0, 1.0, 1.0, 1.0, place.late)
+
+    def _once(self, place: Place) -> Weights:
+        """That alone, without the optimizer."""
+        return self._weights(0.0, 0.0, 1.0, 0.0, place.late)
 
     @cached_property
     def _shortest(self) -> tuple[float, float]:
@@ -210,7 +227,10 @@ class GridSearch:
         for path in self.shape.paths(stage):
             scale = m if stage == 0 or path.forward != path.backward else path.forward
             share = 1.0 / m if path.returns == 1 or self.grid.num_stages == 1 else 0.0
-            weights = self._weights(path.forward / scale, path.backward / scale, sync, share)
+            late = self._places[0].late / scale if stage == 0 else 0.0
+            weights = self._weights(
+                path.forward / scale, path.backward / scale, sync, share, path.weight / scale + late
+            )
             found.append(_Need(path, scale, weights, 0.0))
         if self.grid.schedule == "gpipe" and self.grid.num_stages > 1:
             forward, backward = self._shortest
@@ -239,8 +259,8 @@ class GridSearch:
                 known[key] = StageValues(
                     alone=self._bounds.values(place, self._alone),
                     total=self._bounds.values(place, self._total),
-                    ending=self._bounds.values(place, self._ending),
-                    once=np.zeros_like(self._once) if place.first else self._once,
+                    ending=self._bounds.values(place, self._ending(place)),
+                    once=np.zeros_like(self._forward) if place.first else self._bounds.least(self._once(place)),
                     forward=self._forward,
                     families=tuple(families),
                 )
@@ -249,14 +269,14 @@ class GridSearch:
 
     def _bound_contents(self, below: float) -> None:
         """Bound all contents that may be part of a partition within `below`."""
-        least = self._bounds.least(self._alone)
+        least = self._bounds.least(self._weights(1.0, 1.0, weight=1.0))
         self._bounds.bound(self._rows(), np.flatnonzero(self.grid.num_micro_batches * least <= below))
 
     def _rows(self) -> Iterator[tuple[Place, Weights]]:
         for stage, place in enumerate(self._places):
             yield place, self._alone
             yield place, self._total
-            yield place, self._ending
+            yield place, self._ending(place)
             for need in self._needs(stage):
                 yield place, need.weights
 
@@ -272,7 +292,7 @@ class GridSearch:
         reach[0] = 0.0
         for stage, place in enumerate(self._places):
             rows = [self._bounds.values(place, need.weights) * need.scale + need.more for need in self._needs(stage)]
-            values = np.maximum.reduce([*rows, (m + 1.0) * self._bounds.values(place, self._ending)])
+            values = np.maximum.reduce([*rows, (m + 1.0) * self._bounds.values(place, self._ending(place))])
             reach = (reach[:, None] + np.where(contents == NO_CONTENT, np.inf, values[contents])).min(axis=0)
         return 1.001 * (m + 1) * (float(reach[-1]) + 2.0 * sum(self.shape.transfers))
 
@@ -313,7 +333,7 @@ class GridSearch:
             ]
 
         bounded = own(lambda weights: float(self._bounds.values(place, weights)[content]))
-        asked = [self._total, self._ending, needs[int(np.argmax(bounded))].weights]
+        asked = [self._total, self._ending(place), needs[int(np.argmax(bounded))].weights]
         if place.first:
             asked += [need.weights for need in needs]
         candidates = []
@@ -324,8 +344,8 @@ class GridSearch:
             seconds = partial(self._bounds.seconds, result)
             total = seconds(self._total)
             path = max(*own(seconds), total + later)
-            ends = path + (0.0 if place.first else seconds(self._weights(0.0, 0.0, 1.0)))
-            ends = max(ends, seconds(self._ending) + later)
+            ends = path + (0.0 if place.first else seconds(self._once(place)))
+            ends = max(ends, seconds(self._ending(place)) + later)
             candidates.append((max(ends - limit, 0.0), path, total, result))
         _, path, _, result = min(candidates, key=lambda candidate: candidate[:3])
         return result, path

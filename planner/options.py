@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cost_models.activations import ACTIVATION_BYTES, activation_bytes
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes, deferred_bytes
 from cost_models.buckets import BUCKET_ELEMENTS
-from cost_models.flops import largest_units, local_kv_heads
+from cost_models.flops import largest_units, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import WEIGHT_BYTES, matrix_elements, sharding_bytes, static_bytes
 from cost_models.share import Share
@@ -25,15 +24,16 @@ from cost_models.working import working_bytes
 from planner.chain import Chain
 from planner.constraints import MODES, Rule
 from planner.layout import Option
+from planner.module_shares import all_shares, copied_elements, cut_elements, distinct_shares
 from planner.rates import Rates
 from planner.space import SHARDED, Grid, Topology, divisors
 from planner.stage import OptionTable
 from specs.cluster import LinkLevel
 from specs.errors import BadInputError
-from specs.layout import Interval, balanced_cuts, interval_of, refine
-from specs.model import SEQUENCE_KINDS, Attention, Embedding, Head, Module, num_units
+from specs.layout import Interval
+from specs.model import SEQUENCE_KINDS, Embedding, Head, Module, num_units
 from specs.plan import Recompute, TrainingSpec
-from specs.tensors import local_rows, num_parameters, tensors_of
+from specs.tensors import num_parameters
 
 Floats = npt.NDArray[np.float64]
 
@@ -91,6 +91,17 @@ class _Passes(NamedTuple):
     least_working: float
 
 
+class _Split(NamedTuple):
+    """What an option does for its weight gradients alone: seconds, and bytes that wait, at most and on average."""
+
+    seconds: float
+    waiting: float
+    mean_waiting: float
+
+
+_WHOLE = _Split(0.0, 0.0, 0.0)
+
+
 class _Static(NamedTuple):
     """What an option holds: bytes on the fullest rank and on average, elements whose optimizer state a rank owns."""
 
@@ -118,6 +129,7 @@ class OptionSource:
         self.tied = isinstance(head, Head) and head.tied
         self._transfers: dict[tuple[int, int, int, str, int], tuple[float, ...]] = {}
         self._known: dict[tuple[int, int, int, str], _Passes | None] = {}
+        self._splits: dict[tuple[int, int, int, str], _Split] = {}
         self._held: dict[tuple[int, int, int, int], _Static] = {}
 
     def menu(self, grid: Grid, restriction: Restriction, *, optimistic: bool = False) -> Menu | None:
@@ -189,7 +201,7 @@ class OptionSource:
         """Fewest elements of cut tensors that a rank has of the whole model; modules of fewer units are left out."""
         pairs = zip(self.chain.modules, self.chain.totals.tolist(), strict=True)
         return sum(
-            n * _cut_elements(module, degree, matrices=True)
+            n * cut_elements(module, degree, matrices=True)
             for module, n in pairs
             if degree <= num_units(module) and not (self.tied and isinstance(module, Head))
         )
@@ -226,8 +238,8 @@ class OptionSource:
             if pair and restriction.tied and isinstance(module, Head):
                 held = held._replace(total=0.0, mean=0.0)
             once = not (self.tied and isinstance(module, Head))  # a tied weight is summed with the embedding
-            elements = _cut_elements(module, degree) if once else 0
-            matrices = _cut_elements(module, degree, matrices=True) if once else 0
+            elements = cut_elements(module, degree) if once else 0
+            matrices = cut_elements(module, degree, matrices=True) if once else 0
             sync = elements * self.rates.sync(grid, degree).per_element
             rate = self.rates.micro_batch(grid, degree)
             gathered, scattered = matrices * rate.gather, elements * rate.scatter
@@ -238,17 +250,20 @@ class OptionSource:
                 passes = self._passes(kind, degree, block_tokens, mode)
                 if passes is None:
                     continue
+                split = self._split(kind, degree, block_tokens, mode) if grid.schedule == "zb-h1" else _WHOLE
                 yield (
                     Option(blocks, mode),
                     (
                         passes.forward + data + gathered,
-                        passes.backward + again + scattered,
+                        passes.backward - split.seconds + again + scattered,
                         sync,
                         held.owned * self.rates.update,
                         passes.spread,
                         (held.mean if optimistic else held.total) - one_edge_less,
                         passes.mean_activation if optimistic else passes.activation,
                         (passes.least_working if optimistic else passes.working) + shelf,
+                        split.seconds,
+                        split.mean_waiting if optimistic else split.waiting,
                     ),
                 )
 
@@ -308,6 +323,31 @@ class OptionSource:
                 )
         return self._known[key]
 
+    def _split(self, kind: int, degree: int, block_tokens: int, recompute: Recompute) -> _Split:
+        """Of an option that has been measured, where the backward pass is split.
+
+        One of the three collectives of a backward pass belongs to the weight gradients, as in `cost_models.passes`.
+        """
+        key = (kind, degree, block_tokens, recompute)
+        if key not in self._splits:
+            module, level = self.chain.modules[kind], self.topology.block_level(degree)
+            seq_len, precision = self.training.seq_len, self.training.precision
+            seconds = 0.0
+            for units in distinct_shares(module, degree):
+                part = weight_gradient_share(
+                    module, block_tokens=block_tokens, seq_len=seq_len, units=units, recompute=recompute
+                )
+                if part:
+                    cost = self._cost(module, degree, block_tokens, recompute, level, units)
+                    own = part * cost.backward_seconds + cost.backward_communication_seconds / 3.0
+                    seconds = max(seconds, own)
+            waiting = [
+                deferred_bytes(module, Share.of(module, degree, block_tokens, seq_len, units), precision)
+                for units in all_shares(module, degree)
+            ]
+            self._splits[key] = _Split(seconds, float(max(waiting)), sum(waiting) / degree)
+        return self._splits[key]
+
     def _cost(
         self, module: Module, degree: int, block_tokens: int, recompute: Recompute, level: LinkLevel, units: Interval
     ) -> ModuleCost:
@@ -321,54 +361,6 @@ class OptionSource:
             level=level,
             units=None if largest else units,
         )
-
-
-@lru_cache(maxsize=4096)
-def all_shares(module: Module, degree: int) -> tuple[Interval, ...]:
-    """Every rank's interval of units in an evenly cut block."""
-    cuts = balanced_cuts(num_units(module), degree)
-    return tuple(interval_of(cuts, part) for part in range(degree))
-
-
-@lru_cache(maxsize=4096)
-def distinct_shares(module: Module, degree: int) -> tuple[Interval, ...]:
-    """One interval of units for every different amount of work that ranks of an evenly cut block have."""
-    cuts = balanced_cuts(num_units(module), degree)
-    found: dict[tuple[int, int], Interval] = {}
-    for part in range(degree):
-        units = interval_of(cuts, part)
-        heads = local_kv_heads(module, units) if isinstance(module, Attention) else 0
-        found.setdefault((units.size, heads), units)
-    return tuple(found.values())
-
-
-@lru_cache(maxsize=4096)
-def copied_elements(module: Module, degree: int) -> int:
-    """Most weight elements that a rank keeps twice, because neighbours hold other parts of the same rows (KV heads)."""
-    cuts = balanced_cuts(num_units(module), degree)
-    copied = [0] * degree
-    for tensor in tensors_of(module):
-        if tensor.cut != "kv":
-            continue
-        rows = [local_rows(module, tensor, interval_of(cuts, part)) for part in range(degree)]
-        atoms = set(refine(set(rows)))
-        for part, own in enumerate(rows):
-            if own not in atoms:
-                copied[part] += own.size * max(tensor.cols, 1)
-    return max(copied)
-
-
-@lru_cache(maxsize=4096)
-def _cut_elements(module: Module, degree: int, *, matrices: bool = False) -> int:
-    """Fewest elements that a rank holds of tensors (or matrices alone) that the block cuts."""
-    return min(
-        sum(
-            local_rows(module, tensor, units).size * max(tensor.cols, 1)
-            for tensor in tensors_of(module)
-            if tensor.cut != "whole" and (tensor.cols or not matrices)
-        )
-        for units in distinct_shares(module, degree)
-    )
 
 
 def _undominated(costs: Floats) -> npt.NDArray[np.int64]:

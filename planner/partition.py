@@ -21,8 +21,14 @@ and (gpipe: exactly sum of T and 2 x + (m - 1) (max f + max b))
     forward   pre + post + m f + b + (m - 1) B        the slowest of the forward passes; B <= max b of any partition
     backward  pre + post + f + m b + (m - 1) F
 
-Every stage has once-a-step seconds u_s to go after its last action (gradient sync, optimizer).  A path may end at any
-stage, and then leaves out the backward passes before it:
+(zb-h1) the paths of 1f1b, with the part of b for the input in place of b everywhere.  In its own actions a stage has
+the weights' parts w too: k = min(s + 1, m) of the m come after its last input gradient, and the last forward waits
+for max(0, m - P) of them:
+
+    stay, first   + (m - k) w       last, both   + max(0, m - P) w       visit   + max(0, m - P - n v) w
+
+Every stage has once-a-step seconds u_s to go after its last input gradient (k w, gradient sync, optimizer).  A path may
+end at any stage, and then leaves out the backward passes before it:
 
     minimise Z   such that a partition exists with, for all stages s <= t,
                  sum over i < s of (f_i + x_i) + sum over s <= i < t of (T_i + 2 x_i) + path of t without pre + u_s <= Z
@@ -57,13 +63,16 @@ WORTHWHILE = 0.98
 
 
 class Path(NamedTuple):
-    """pre + `returns` x post + `turns` x (post without the last `short` stages) + `forward` x f + `backward` x b."""
+    """pre + `returns` x post + `turns` x (post without the last `short` stages) + `forward` x f + `backward` x b
+    + `weight` x w.
+    """
 
     returns: int
     forward: float
     backward: float
     turns: int = 0
     short: int = 0
+    weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,10 +112,13 @@ class PipelineShape:
         m, ahead = float(self.num_micro_batches), self.ahead(stage)
         if self.schedule == "gpipe":
             return [Path(1, m, m)]
-        paths = [Path(0, m, m)]
+        split = self.schedule == "zb-h1"
+        early = m - min(stage + 1, m) if split else 0.0  # weight gradients before the last input gradient
+        steady = max(0.0, m - self.num_stages) if split else 0.0  # and before the last forward
+        paths = [Path(0, m, m, weight=early)]
         if not ahead:
             return paths
-        paths += [Path(1, m - ahead, m), Path(1, m, m - ahead)]
+        paths += [Path(1, m - ahead, m, weight=early), Path(1, m, m - ahead, weight=steady)]
         between = self.num_micro_batches - 2 - ahead
         if between >= 0:
             visits = [(between // (ahead - short + 1), short) for short in SHORT if short < ahead]
@@ -115,7 +127,7 @@ class PipelineShape:
             visits.sort(key=lambda visit: -visit[0] * (ahead - visit[1]))
             for turns, short in dict.fromkeys([(0, 0), *visits[:MOST_VISITS]]):
                 stays = m - ahead - turns * (ahead - short)
-                paths.append(Path(2, stays, stays, turns, short))
+                paths.append(Path(2, stays, stays, turns, short, max(0.0, steady - turns * (ahead - short))))
         return paths
 
     def after(self, stage: int, path: Path, posts: Floats) -> Floats | float:
@@ -144,9 +156,15 @@ class PipelineShape:
         return sorted({0} | {path.short for paths in self._paths for path in paths})
 
 
-def pipeline_bound(shape: PipelineShape, forward: Sequence[float], backward: Sequence[float]) -> float:
-    """The longest of the paths above for given stages: never above the simulated makespan."""
+def pipeline_bound(
+    shape: PipelineShape, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float] = ()
+) -> float:
+    """The longest of the paths above to the end of the first stage, for given stages: never above its simulated finish.
+
+    `weight`: of a schedule that splits the backward pass, the part of which is then not in `backward`.
+    """
     f, b = np.array(forward), np.array(backward)
+    w = np.array(weight) if len(weight) else np.zeros(len(f))
     own = f + b
     if shape.schedule == "gpipe":
         longer = (shape.num_micro_batches - 1) * (f.max() + b.max())
@@ -157,12 +175,13 @@ def pipeline_bound(shape: PipelineShape, forward: Sequence[float], backward: Seq
         last = shape.num_stages - 1 - short
         return float(pre[last] + own[last] - pre[stage] - own[stage])
 
-    return max(
-        float(pre[s] + p.returns * post(s) + p.forward * f[s] + p.backward * b[s])
+    longest = max(
+        float(pre[s] + p.returns * post(s) + p.forward * f[s] + p.backward * b[s] + p.weight * w[s])
         + (p.turns * post(s, p.short) if p.turns else 0.0)
         for s in range(shape.num_stages)
         for p in shape.paths(s)
     )
+    return longest + float(w[0])
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,21 @@ For one grid point (P stages of D ranks, m micro-batches) and the menus of optio
     n[s,c]   modules of stage s that take option c (of module k(c))        integer   `_add_options`
     d[s,u]   stage s uses menu u                                           0 or 1    `_add_menus`
     w[s,v]   the largest working memory of stage s is level v              0 or 1    `_add_memory`
-    F, B[s]  seconds of a micro-batch forward and backward                           `_add_seconds`
+    F, B, W[s]  seconds of a micro-batch forward and backward, and what is split off `_add_seconds`
     t[a]     end of action a of the schedule                                         `_add_actions`
-    Y, E, U, V  makespan, exposed gradient sync, optimizer, waiting for stragglers   `_add_once`
+    Y        end of all passes and of the gradient sync                              `_add_schedule`
+    E, U, V  exposed gradient sync, optimizer, waiting for stragglers                `_add_once`
 
-    minimise    Y + E + U + V + constant
+    minimise    Y + U + V + constant
     subject to  sum over s of q[s,r] = length of r; run r + 1 begins when r is complete; no stage is empty
                 sum over c of k of n[s,c] = modules k in what stage s takes
                 n[s,c] <= (number of k) d[s,u(c)];  sum over u of d[s,u] = 1
-                sum over c of (static + in flight x activation) n[s,c] + sum over v of level w[s,v] <= capacity
+                sum over c of (static + in flight x activation) n[s,c] + sum over v of level w[s,v] <= capacity,
+                at every moment that may be the stage's fullest
                 n[s,c] <= (number of k) x sum of w[s,v] over levels v >= working of c;  sum over v of w[s,v] = 1
                 t[a] >= t[before a on its stage] + seconds of a;  t[a] >= t[source of a] + transfer + seconds of a
-                Y >= every t;  E >= both lines of exposed sync;  U >= update of each stage;  V >= chord of its root
+                Y >= every t, of the first stage t + E;  E >= both lines of exposed sync
+                U >= update of each stage;  V >= chord of its root
 
 The schedule is exact (up to MAX_ACTIONS actions; beyond, the path families of `planner.partition` stand in for it).
 Exposed sync, optimizer and stragglers are lower bounds, so the program's optimum is a bound of the price; the layout
@@ -215,10 +218,9 @@ class Program:
         """Every stage fits, with the largest working memory among its modules."""
         totals = self._chain.totals.tolist()
         working = self._column("working")
+        static, activation, deferred = (np.array(self._column(name)) for name in ("static", "activation", "deferred"))
         levels = sorted(set(working))
         for s in self._stages:
-            held = np.array(self._column("static")) + self._grid.in_flight(s) * np.array(self._column("activation"))
-            used = self._sum(held / max(self._capacity, 1.0), s)
             most: Expression | float = levels[-1]
             if len(levels) > 1:
                 at = [self._variable(f"w_{s}_{v}", cat="Binary") for v in range(len(levels))]
@@ -228,31 +230,36 @@ class Program:
                     if work > levels[0]:
                         enough = pulp.lpSum(a for level, a in zip(levels, at, strict=True) if level >= work)
                         self._problem += number <= totals[kind] * enough
-            self._problem += used + most * (1.0 / max(self._capacity, 1.0)) <= 1.0
+            for kept, waiting in self._grid.flights(s):
+                held = static + kept * activation + waiting * deferred
+                used = self._sum(held / max(self._capacity, 1.0), s)
+                self._problem += used + most * (1.0 / max(self._capacity, 1.0)) <= 1.0
 
     def _add_seconds(self) -> None:
         host = self._source.costs.overhead.other_seconds_per_action / self._unit
-        self._forward, self._backward = (
-            [self._variable(f"{name}_{s}", 0) for s in self._stages] for name in ("F", "B")
+        self._forward, self._backward, self._weight = (
+            [self._variable(f"{name}_{s}", 0) for s in self._stages] for name in "FBW"
         )
         for s in self._stages:
             self._problem += self._forward[s] == self._sum(self._seconds("forward"), s) + host
             self._problem += self._backward[s] == self._sum(self._seconds("backward"), s) + host
+            own = self._sum(self._seconds("weight"), s) + host if self._grid.schedule == "zb-h1" else 0.0
+            self._problem += self._weight[s] == own
 
     def _add_schedule(self) -> None:
-        """The makespan: no action begins before its stage is free and its input is there."""
+        """No action begins before its stage is free and its input is there; the first stage's sync follows its last."""
         grid, end = self._grid, self._variable("Y", 0)
-        self._makespan = end
+        self._summed, self._exposed = end, self._variable("E", 0)
         transfers = [seconds / self._unit for seconds in self._source.transfer_seconds(grid)]
         if grid.num_stages == 1:
-            self._problem += end >= grid.num_micro_batches * (self._forward[0] + self._backward[0])
+            self._problem += end >= grid.num_micro_batches * (self._forward[0] + self._backward[0]) + self._exposed
         elif 2 * grid.num_stages * grid.num_micro_batches > MAX_ACTIONS:
             self._add_paths(transfers)
         else:
             self._add_actions(transfers)
 
     def _add_actions(self, transfers: Sequence[float]) -> None:
-        """Every action of the schedule with its end.  1f1b and gpipe: a stage is one run of the chain."""
+        """Every action of the schedule with its end; a stage is one run of the chain."""
         grid, last = self._grid, self._stages[-1]
         ends: dict[tuple[int, str, int], Expression] = {}
         orders = []
@@ -262,17 +269,17 @@ class Program:
             )
             orders.append([(s, action[0], action[1]) for action in actions])
             ends.update({key: self._variable(f"t_{key[0]}_{key[1]}_{key[2]}", 0) for key in orders[s]})
+        seconds = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight}
         for s, order in zip(self._stages, orders, strict=True):
             for before, (_, kind, i) in zip([None, *order], order, strict=False):
-                end = ends[s, kind, i]
-                lasts = self._forward[s] if kind == "F" else self._backward[s]
+                end, lasts = ends[s, kind, i], seconds[kind][s]
                 self._problem += end >= lasts + (0.0 if before is None else ends[before])
                 if kind == "F" and s > 0:
                     self._problem += end >= ends[s - 1, "F", i] + transfers[s - 1] + lasts
-                elif kind == "B":
-                    at_neighbour = ends[s, "F", i] if s == last else ends[s + 1, "B", i] + transfers[s]
+                elif kind in "BI":
+                    at_neighbour = ends[s, "F", i] if s == last else ends[s + 1, kind, i] + transfers[s]
                     self._problem += end >= at_neighbour + lasts
-            self._problem += self._makespan >= ends[order[-1]]
+            self._problem += self._summed >= ends[order[-1]] + (0.0 if s else self._exposed)
 
     def _add_paths(self, transfers: Sequence[float]) -> None:
         grid, m = self._grid, self._grid.num_micro_batches
@@ -285,22 +292,24 @@ class Program:
                 last = grid.num_stages - path.short
                 around += path.turns * (pulp.lpSum(seconds[s + 1 : last]) + shape.transfers_after(s, path.short))
                 own = path.forward * self._forward[s] + path.backward * self._backward[s]
-                self._problem += self._makespan >= before + around + own
+                own += path.weight * self._weight[s] + (self._weight[0] if grid.schedule == "zb-h1" else 0.0)
+                self._problem += self._summed >= before + around + own + self._exposed
 
     def _add_once(self, with_sync: bool) -> None:
         """What a step has once: exposed gradient sync of the first stage, optimizer, waiting for stragglers."""
         grid, source = self._grid, self._source
-        exposed, update, straggler = (self._variable(name, 0) for name in "EUV")
+        exposed, update, straggler = self._exposed, self._variable("U", 0), self._variable("V", 0)
         exposures = source.rates.exposures(grid.zero) if with_sync else (Exposure(0.0, 0.0),)
         less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks)) / self._unit
         for line in exposures:
             sync = self._sum(self._seconds("sync"), 0) - less
-            self._problem += exposed >= line.of_sync * sync - line.of_backward * self._backward[0]
+            beside = self._backward[0] + self._weight[0]
+            self._problem += exposed >= line.of_sync * sync - line.of_backward * beside
         for s in self._stages:
             self._problem += update >= self._sum(self._seconds("update"), s)
         self._add_stragglers(straggler)
         self._objective = self._variable("Z")
-        self._problem += self._objective == self._makespan + exposed + update + straggler
+        self._problem += self._objective == self._summed + update + straggler
         self._problem += self._objective
         self._constant = source.costs.overhead.other_seconds_per_step
 

@@ -23,7 +23,9 @@ from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
 from planner.layout import Layout
 from planner.options import Menu, OptionSource, Restriction
-from planner.space import SHARDED, Grid, Topology, divisors, enumerate_grids, variants
+from planner.quick_bounds import QuickBounds
+from planner.shape_bound import shape_bound
+from planner.space import Grid, Topology, divisors, enumerate_grids, variants
 from planner.uniform import UniformSearch
 from specs.model import ModelSpec
 from specs.plan import Recompute, TrainingSpec
@@ -97,16 +99,17 @@ class Searcher:
         self._discarded: dict[Grid, tuple[str, float]] = {}
         self._fine: Chain | None = None
         self._even: dict[int, tuple[int, ...] | None] = {}
-        self._quick: dict[tuple[int, int, bool], float] = {}
+        self.quick_bound = QuickBounds(self.source).seconds
         # Step seconds that no layout of a grid point beats, as far as searches of a freedom have shown.
         self._known: dict[tuple[Freedom, Grid], float] = {}
+        self._shapes: dict[tuple[Freedom, Grid], float] = {}
         # Inner searches by freedom, variant and way to count memory: going on with one is cheaper than beginning anew.
         self._inner: dict[tuple[Freedom, Grid, bool], list[GridSearch | Program]] = {}
 
     def within(self, capacity: float) -> Searcher:
         """The same problem in other bytes per rank; costs are not asked for again."""
         other = copy.copy(self)
-        other.capacity, other._discarded, other._known, other._inner = capacity, {}, {}, {}
+        other.capacity, other._discarded, other._known, other._inner, other._shapes = capacity, {}, {}, {}, {}
         return other
 
     def search(
@@ -219,11 +222,15 @@ class Searcher:
 
     def _promise(self, grid: Grid) -> float:
         """What a grid point may take with its pipeline filled and drained: no bound, but tells which to try first."""
-        bubble = (grid.num_stages - 1) / (grid.num_micro_batches * grid.num_stages)
-        return self.quick_bound(grid) * (1.0 + grid.num_stages * bubble)
+        bubble = (grid.num_stages - 1) / grid.num_micro_batches
+        return self.quick_bound(grid) * (1.0 + bubble * (0.4 if grid.schedule == "zb-h1" else 1.0))
 
     def _relaxed_bound(self, grid: Grid, freedom: Freedom, enough: float) -> tuple[str | None, float]:
         """Why no variant of a grid point can be below `enough` (None: one may be), and the bound that says so."""
+        if grid.num_stages > 1:
+            least = self._shape_bound(grid, freedom, enough)
+            if least >= enough:
+                return "seconds of any schedule", least
         least, why = float("inf"), "divisibility"
         for menus in self._menus(grid, freedom, optimistic=True):
             if not self._may_fit(grid, menus):
@@ -234,6 +241,23 @@ class Searcher:
                 return None, bound
             least, why = min(least, bound), "memory" if bound == float("inf") else "seconds within memory"
         return why, least
+
+    def _shape_bound(self, grid: Grid, freedom: Freedom, enough: float) -> float:
+        """A bound for all schedules of a shape, from a search of one of them; `inf` where none fits."""
+        shape = replace(grid, schedule="1f1b")
+        known = self._shapes.get((freedom, shape))
+        if known is None:
+            capacity = self.capacity - self.source.edge_bytes(shape, optimistic=True)
+            known = min(
+                (
+                    shape_bound(self.chain_of(freedom), shape, menus, self.source, capacity=capacity, enough=enough)
+                    for menus in self._menus(shape, freedom, optimistic=True)
+                    if self._may_fit(shape, menus)
+                ),
+                default=float("inf"),
+            )
+            self._shapes[freedom, shape] = known
+        return known
 
     def _search_variants(
         self,
@@ -285,7 +309,7 @@ class Searcher:
 
     def _may_fit(self, grid: Grid, menus: Sequence[Menu]) -> bool:
         """False when even the smallest option of every module leaves the stages together too full."""
-        held = min(grid.in_flight(stage) for stage in (0, grid.num_stages - 1))
+        held = min(grid.flights(stage)[0].kept for stage in (0, grid.num_stages - 1))
         least = np.min([[(t.static + held * t.activation).min() for t in menu.tables] for menu in menus], axis=0)
         return float(self.chain.totals @ least) <= grid.num_stages * (
             self.capacity - self.source.edge_bytes(grid, optimistic=True)
@@ -360,29 +384,6 @@ class Searcher:
         outcome.bound = min(outcome.bound, unseen)
         if outcome.complete:
             outcome.bound = max(outcome.bound, incumbent.seconds)
-
-    def quick_bound(self, grid: Grid) -> float:
-        """Step seconds that no layout of a grid point beats, memory aside: all work, spread evenly over the stages."""
-        once = self._quick_seconds(grid)
-        host = 2.0 * self.source.costs.overhead.other_seconds_per_action
-        m, stages = grid.num_micro_batches, grid.num_stages
-        if grid.schedule == "gpipe":
-            pipeline = once * (1.0 + (m - 1) / stages) + host * (stages + m - 1)
-        else:
-            pipeline = max(once + host * stages, m * (once / stages + host))
-        return pipeline + self.source.costs.overhead.other_seconds_per_step
-
-    def _quick_seconds(self, grid: Grid) -> float:
-        """Least seconds of one micro-batch through all modules."""
-        key = (grid.num_ranks, grid.micro_batch, grid.num_stages > 1)
-        if key not in self._quick:
-            menu = self.source.menu(replace(grid, zero=1), Restriction())
-            total = float("inf")
-            if menu is not None:
-                least = [float((table.forward + table.backward).min()) for table in menu.tables]
-                total = sum(n * seconds for n, seconds in zip(self.chain.totals.tolist(), least, strict=True))
-            self._quick[key] = total
-        return self._quick[key] + (self.source.least_gathered_seconds(grid) if grid.zero in SHARDED else 0.0)
 
     def _even_boundaries(self, num_stages: int) -> tuple[int, ...] | None:
         if num_stages not in self._even:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,27 @@ import numpy.typing as npt
 from cost_models.topology import Span
 from specs.cluster import ClusterSpec, LinkLevel
 from specs.plan import Schedule, TrainingSpec
+from specs.schedule import most_held, stage_actions
 
 RankOrder = Literal["replica", "stage"]
 # Levels that send gradients (2) and gather weights (3) in every micro-batch.
 SHARDED: tuple[Literal[2, 3], ...] = (2, 3)
+# Schedules that differ from 1f1b where there are several stages and micro-batches.
+OTHERS: tuple[Schedule, ...] = ("gpipe", "zb-h1")
 Positions = npt.NDArray[np.int64]
+
+
+class Flight(NamedTuple):
+    """Micro-batches that a stage holds: their activations, and what waits for its weight gradients alone."""
+
+    kept: int
+    deferred: int = 0
+
+
+@lru_cache(maxsize=4096)
+def _split_flights(stage: int, num_stages: int, num_micro_batches: int) -> tuple[Flight, ...]:
+    actions = stage_actions("zb-h1", stage=stage, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    return tuple(sorted((Flight(held.kept[0], held.deferred[0]) for held in most_held(actions)), reverse=True))
 
 
 @dataclass(frozen=True)
@@ -56,11 +72,17 @@ class Grid:
         """Positions of every stage: [stage, replica, rank of the stage]."""
         return np.stack([self.stage_positions(stage) for stage in range(self.num_stages)])
 
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations the stage holds at its peak."""
+    def flights(self, stage: int) -> tuple[Flight, ...]:
+        """What the stage holds at the moments that may be its fullest; first the one that keeps most activations."""
+        if self.schedule == "zb-h1":  # from P + 1 micro-batches on, more of them only repeat what happens
+            return _split_flights(stage, self.num_stages, min(self.num_micro_batches, self.num_stages + 1))
         if self.schedule == "gpipe":
-            return self.num_micro_batches
-        return min(self.num_micro_batches, self.num_stages - stage)
+            return (Flight(self.num_micro_batches),)
+        return (Flight(min(self.num_micro_batches, self.num_stages - stage)),)
+
+    def late(self, stage: int) -> int:
+        """Weight gradients that the stage makes after its last input gradient."""
+        return min(stage + 1, self.num_micro_batches) if self.schedule == "zb-h1" else 0
 
 
 class Topology:
@@ -131,7 +153,8 @@ def enumerate_grids(
             for micro_batch in divisors(share):
                 yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, "1f1b", 1)
                 if num_stages > 1 and share > micro_batch:
-                    yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, "gpipe", 1)
+                    for schedule in OTHERS:
+                        yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, schedule, 1)
                 if num_stages == 1 and num_ranks * num_replicas > 1:
                     for zero in SHARDED:
                         yield Grid(1, num_ranks, num_replicas, micro_batch, share // micro_batch, "1f1b", zero)

@@ -1,6 +1,7 @@
 """Stages of one grid point: for a content and a number of micro-batches in flight, the least seconds that fit.
 
-    memory of a stage = sum over modules of (static + in flight x activation) + largest working memory
+    memory of a stage = sum over modules of (static + kept x activation + deferred x what waits) + largest working
+    memory, at the moment where that is most
 
 The largest working memory is no sum, so each of its possible values W is tried: only options that work within W,
 and W bytes less for the rest.
@@ -9,7 +10,7 @@ and W bytes less for the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.knapsack import Label, choose, hull
+from planner.space import Flight
 
 Floats = npt.NDArray[np.float64]
+Flights = tuple[Flight, ...]
 
 # Prices of a byte at which all contents are bounded at once; any subset of the true ones gives valid bounds.
 MAX_PRICES = 48
@@ -32,7 +35,9 @@ class OptionTable:
 
     Seconds of a micro-batch's forward and backward with communication; seconds of gradient sync and of the optimizer
     once a step (lower bounds that add up over modules); sum of squares of the two passes' computing seconds; bytes
-    held always, per micro-batch in flight, and at work.
+    held always, per micro-batch in flight, and at work.  Where the schedule splits the backward pass, `backward` is
+    its part for the input, `weight` the seconds of its part for the weights, and `deferred` the bytes of a
+    micro-batch that waits for that; else both are 0.
     """
 
     forward: Floats
@@ -43,23 +48,33 @@ class OptionTable:
     static: Floats
     activation: Floats
     working: Floats
+    weight: Floats
+    deferred: Floats
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """A solved stage.  `selection[k]` lists (option, count) of distinct module k; `weighted` is what was minimised."""
+    """A solved stage.  `selection[k]` lists (option, count) of distinct module k; `weighted` is the least of what was
+    minimised: the selection's, or less where it could not be made to fit at two moments exactly.
+    """
 
     weighted: float
     selection: tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Weights(NamedTuple):
-    """Of a module's four kinds of seconds in what a stage minimises."""
+    """Of a module's five kinds of seconds in what a stage minimises."""
 
     forward: float = 1.0
     backward: float = 1.0
     sync: float = 0.0
     update: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def passes(self) -> float:
+        """Actions, each with its host time."""
+        return self.forward + self.backward + self.weight
 
 
 class StageSolver:
@@ -74,7 +89,7 @@ class StageSolver:
         least = np.array([table.working.min() for table in tables])
         self._least_working: Floats = np.where(counts > 0, least, 0.0).max(axis=1)
         self._weighted: dict[Weights, list[Floats]] = {}
-        self._exact: dict[tuple[int, int, Weights], StageChoice | None] = {}
+        self._exact: dict[tuple[int, Flights, Weights], StageChoice | None] = {}
 
     def weighted(self, weights: Weights) -> list[Floats]:
         """Weighted seconds of each option, by distinct module."""
@@ -84,31 +99,34 @@ class StageSolver:
                 + weights.backward * table.backward
                 + weights.sync * table.sync
                 + weights.update * table.update
+                + weights.weight * table.weight
                 for table in self.tables
             ]
         return self._weighted[weights]
 
-    def memory(self, kind: int, in_flight: int) -> Floats:
-        """Bytes of each option of a distinct module, without working memory."""
+    def memory(self, kind: int, flights: Flights) -> Floats:
+        """Bytes of each option of a distinct module, without working memory; of several moments the most."""
         table = self.tables[kind]
-        return table.static + in_flight * table.activation
+        held = [kept * table.activation + deferred * table.deferred for kept, deferred in flights]
+        most: Floats = table.static + (held[0] if len(held) == 1 else np.maximum.reduce(held))
+        return most
 
     def least(self, weights: Weights) -> Floats:
         """Least weighted seconds of every content, memory aside."""
         seconds: Floats = self._counts @ np.array([w.min() for w in self.weighted(weights)])
         return seconds
 
-    def bounds(self, rows: Sequence[tuple[int, Weights]], contents: npt.NDArray[np.int64]) -> Floats:
-        """Lower bounds of weighted seconds, [row, content] for rows of (micro-batches in flight, weights); `inf` where
-        a content cannot fit.  Any price of a byte gives a bound; the rows share the prices of some of them.
+    def bounds(self, rows: Sequence[tuple[Flights, Weights]], contents: npt.NDArray[np.int64]) -> Floats:
+        """Lower bounds of weighted seconds, [row, content] for rows of (moments, weights); `inf` where a content cannot
+        fit at the first moment.  Any price of a byte gives a bound; the rows share the prices of some of them.
         """
         counts, room = self._counts[contents], self.capacity - self._least_working[contents]
         sample = [rows[i] for i in sorted({round(i) for i in np.linspace(0, len(rows) - 1, PRICED_ROWS)})]
         kinds = range(len(self.tables))
-        prices = _prices([(self.weighted(w)[k], self.memory(k, flights)) for flights, w in sample for k in kinds])
+        prices = _prices([(self.weighted(w)[k], self.memory(k, flights[:1])) for flights, w in sample for k in kinds])
         result = np.empty((len(rows), len(contents)))
-        for row, (in_flight, weights) in enumerate(rows):
-            memory = [self.memory(k, in_flight) for k in kinds]
+        for row, (flights, weights) in enumerate(rows):
+            memory = [self.memory(k, flights[:1]) for k in kinds]
             duals = np.stack(
                 [
                     (w[:, None] + m[:, None] * prices).min(axis=0)
@@ -119,15 +137,35 @@ class StageSolver:
             result[row][counts @ np.array([m.min() for m in memory]) > room] = np.inf
         return result
 
-    def solve(self, content: int, in_flight: int, weights: Weights) -> StageChoice | None:
-        """The exact optimum in weighted seconds; None when the content does not fit."""
-        key = (content, in_flight, weights)
+    def solve(self, content: int, flights: Flights, weights: Weights) -> StageChoice | None:
+        """The optimum in weighted seconds; None when the content does not fit."""
+        key = (content, flights, weights)
         if key not in self._exact:
-            self._exact[key] = self._solve(content, in_flight, self.weighted(weights))
+            self._exact[key] = self._solve_all(content, flights, self.weighted(weights))
         return self._exact[key]
 
-    def _solve(self, content: int, in_flight: int, weighted: Sequence[Floats]) -> StageChoice | None:
-        kinds, counts, memory, works = self._problem(content, in_flight)
+    def _solve_all(self, content: int, flights: Flights, weighted: Sequence[Floats]) -> StageChoice | None:
+        """The optimum for one moment is that for all when it fits at the others too; if none does, the optimum for
+        modules that are each held at their own fullest moment, with what is proven of all.
+        """
+        least, some = 0.0, StageChoice(0.0, ())
+        for flight in flights:
+            found = self._solve(content, (flight,), weighted)
+            if found is None or all(self._fits(found, (other,)) for other in flights):
+                return found
+            least = max(least, found.weighted)
+            some = found
+        careful = self._solve(content, flights, weighted)
+        return replace(some if careful is None else careful, weighted=least)
+
+    def _fits(self, choice: StageChoice, flights: Flights) -> bool:
+        """Whether what a choice holds at a moment, and its largest working memory, are within the capacity."""
+        chosen = [(k, option, n) for k, options in enumerate(choice.selection) for option, n in options]
+        used = sum(n * float(self.memory(k, flights)[option]) for k, option, n in chosen)
+        return used + max(float(self.tables[k].working[option]) for k, option, _ in chosen) <= self.capacity
+
+    def _solve(self, content: int, flights: Flights, weighted: Sequence[Floats]) -> StageChoice | None:
+        kinds, counts, memory, works = self._problem(content, flights)
         fastest = [int(np.lexsort((m, weighted[k]))[0]) for k, m in zip(kinds, memory, strict=True)]
         used = sum(n * float(m[c]) for n, m, c in zip(counts, memory, fastest, strict=True))
         if used + max(float(self.tables[k].working[c]) for k, c in zip(kinds, fastest, strict=True)) <= self.capacity:
@@ -144,11 +182,11 @@ class StageSolver:
                 best = (label.seconds, _renumber(label, usable))
         return None if best is None else _choice(kinds, best[1], weighted)
 
-    def _problem(self, content: int, in_flight: int) -> tuple[list[int], list[int], list[Floats], list[float]]:
+    def _problem(self, content: int, flights: Flights) -> tuple[list[int], list[int], list[Floats], list[float]]:
         """Kinds present, their counts and bytes, and the possible largest working memories, descending."""
         kinds = [int(kind) for kind in np.flatnonzero(self.counts[content])]
         counts = [int(self.counts[content, kind]) for kind in kinds]
-        memory = [self.memory(kind, in_flight) for kind in kinds]
+        memory = [self.memory(kind, flights) for kind in kinds]
         least = max(float(self.tables[kind].working.min()) for kind in kinds)
         every = np.unique(np.concatenate([self.tables[kind].working for kind in kinds]))
         return kinds, counts, memory, every[every >= least][::-1].tolist()

@@ -10,16 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.options import Menu
-from planner.stage import StageChoice, StageSolver, Weights
+from planner.stage import Flights, StageChoice, StageSolver, Weights
 
 Floats = npt.NDArray[np.float64]
 
 
 class Place(NamedTuple):
-    """What tells the stages of one grid point apart."""
+    """What tells the stages of one grid point apart: what they hold, and weight gradients that come last."""
 
     first: bool
-    in_flight: int
+    flights: Flights
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class StageBounds:
     def least(self, weights: Weights) -> Floats:
         """By content, memory aside."""
         least: Floats = np.minimum.reduce([solver.least(weights) for solver in self._solvers])
-        return least + self._host * (weights.forward + weights.backward)
+        return least + self._host * weights.passes
 
     def bound(self, rows: Iterable[tuple[Place, Weights]], contents: npt.NDArray[np.int64]) -> None:
         """Bound these contents, unless as many were bounded before."""
@@ -66,13 +67,13 @@ class StageBounds:
             return
         self._num_bounded = len(contents)
         rows = list(dict.fromkeys(rows))
-        asked = list(dict.fromkeys((place.in_flight, weights) for place, weights in rows))
+        asked = list(dict.fromkeys((place.flights, weights) for place, weights in rows))
         bounds = np.minimum.reduce([solver.bounds(asked, contents) for solver in self._solvers])
         index = {row: number for number, row in enumerate(asked)}
         for place, weights in rows:
-            host = self._host * (weights.forward + weights.backward)
+            host = self._host * weights.passes
             values = np.full(self._num_contents, np.inf)
-            values[contents] = bounds[index[place.in_flight, weights]] + host
+            values[contents] = bounds[index[place.flights, weights]] + host
             self._values[place, weights] = values
         for place, weights, content in self._results:
             self._enter(place, weights, content)
@@ -81,7 +82,7 @@ class StageBounds:
         """The best choice of a content in weighted seconds, over the menus; None when it does not fit."""
         key = (place, weights, content)
         if key not in self._results:
-            solved = [(menu, s.solve(content, place.in_flight, weights)) for menu, s in enumerate(self._solvers)]
+            solved = [(menu, s.solve(content, place.flights, weights)) for menu, s in enumerate(self._solvers)]
             fitting = [StageResult(menu, choice) for menu, choice in solved if choice is not None]
             self._results[key] = min(fitting, key=lambda result: result.choice.weighted, default=None)
             self._enter(*key)
@@ -92,7 +93,7 @@ class StageBounds:
         weighted = self._solvers[result.menu].weighted(weights)
         chosen = enumerate(result.choice.selection)
         seconds = sum(n * float(weighted[kind][option]) for kind, options in chosen for option, n in options)
-        return seconds + self._host * (weights.forward + weights.backward)
+        return seconds + self._host * weights.passes
 
     def _enter(self, place: Place, weights: Weights, content: int) -> None:
         """An exact result takes the place of its bound; what does not fit does not under any weights."""
@@ -102,4 +103,4 @@ class StageBounds:
                 if at[0] == place:
                     values[content] = np.inf
         elif (place, weights) in self._values:
-            self._values[place, weights][content] = self.seconds(result, weights)
+            self._values[place, weights][content] = result.choice.weighted + self._host * weights.passes

@@ -18,6 +18,7 @@ from cost_models.interface import CostModel
 from cost_models.reduced import candidates
 from planner.describe_loss import describe_loss
 from planner.refit import Fitted, Refit, Task
+from planner.schedules import most_kept, schedule_after
 from planner.shares import Worker, deal, deal_modules, finish_seconds
 from specs.layout import balanced_cuts, block_starts
 from specs.plan import ContingencyPolicy, Pipeline, Plan, Replica, Stage
@@ -189,23 +190,41 @@ class Survivors:
         slack: int | None = None,
     ) -> Part | None:
         """A pipeline of stages of these sizes and modules; stages of `old` that nothing changes stay as they are while
-        they fit.
+        they fit.  In the schedule of `old`, or in 1f1b, which holds least, where that saves recomputing.
 
         `others`: replicas beside this one, None: as many as the plan has.  `slack` None: that of damaged ones.
         """
+        own = schedule_after(old)
+        lean = own if old is not None and old.num_virtual > 1 else "1f1b"
+        parts = [
+            self._scheduled(schedule, old, ranks, sizes, places, micro_batch, others, slack)
+            for schedule in dict.fromkeys((own, lean))
+        ]
+        return min((part for part in parts if part is not None), key=lambda part: part.seconds, default=None)
+
+    def _scheduled(
+        self,
+        schedule: Schedule,
+        old: Pipeline | None,
+        ranks: tuple[int, ...],
+        sizes: Sequence[int],
+        places: Sequence[tuple[int, ...]],
+        micro_batch: int,
+        others: int | None,
+        slack: int | None,
+    ) -> Part | None:
         if min(sizes) < 1 or max(sizes) > max(self._largest, self._domain):
             return None
         number, replicas = len(sizes), len(self.plan.replicas)
         others = replicas - 1 if others is None else others
         slack = self.slack.damaged if slack is None else slack
         rounds = max(1, -(-self.plan.training.global_batch // (micro_batch * max(1, others + 1))))
-        schedule = _schedule(old)
         stages: list[Stage] = []
         fitted: list[Fitted] = []
         firsts = block_starts(sizes)
         for index, size in enumerate(sizes):
             nodes = tuple(self._node[rank] for rank in ranks[firsts[index] : firsts[index + 1]])
-            kept = rounds if schedule == "gpipe" else min(rounds, number - index)
+            kept = min(rounds, most_kept(schedule, index, number, 1 if old is None else old.num_virtual) or rounds)
             task = Task(places[index], nodes, micro_batch, kept, rounds, others, slack)
             if old is not None and old.micro_batch == micro_batch and old.stages[index].num_ranks == size:
                 task = task._replace(keep_blocks=True)
@@ -355,15 +374,6 @@ def _sharded_alike(pipelines: list[Pipeline], *, alike: bool) -> list[Pipeline]:
         else pipeline
         for pipeline in pipelines
     ]
-
-
-def _schedule(old: Pipeline | None) -> Schedule:
-    """A given schedule is of one number of micro-batches, so it does not outlive a change of shares."""
-    if old is None:
-        return "1f1b"
-    if old.schedule != "given":
-        return old.schedule
-    return "1f1b" if old.num_virtual == 1 else "interleaved"
 
 
 def _left_in_stages(pipeline: Pipeline, replica: Replica, gone: set[int]) -> list[int]:

@@ -51,8 +51,12 @@ class UniformSearch:
 
     def _memory(self) -> float:
         """Bytes of the modules on the fullest stage."""
-        flights = np.array([self._grid.in_flight(stage) for stage in range(self._grid.num_stages)])
-        held = self._counts @ self._column("static") + flights * (self._counts @ self._column("activation"))
+        kept, waiting = (self._counts @ self._column(name) for name in ("activation", "deferred"))
+        flights = [
+            max(flight.kept * kept[stage] + flight.deferred * waiting[stage] for flight in self._grid.flights(stage))
+            for stage in range(self._grid.num_stages)
+        ]
+        held = self._counts @ self._column("static") + np.array(flights)
         return float((held + np.where(self._counts > 0, self._column("working"), 0.0).max(axis=1)).max())
 
     def lower(self) -> float:
@@ -61,6 +65,7 @@ class UniformSearch:
         overhead = self._source.costs.overhead
         host = overhead.other_seconds_per_action
         forward, backward = (self._counts @ self._column(name) + host for name in ("forward", "backward"))
+        weight = self._counts @ self._column("weight") + host if self._grid.schedule == "zb-h1" else 0.0 * forward
         shape = PipelineShape(
             num_stages=self._grid.num_stages,
             num_micro_batches=self._grid.num_micro_batches,
@@ -70,9 +75,10 @@ class UniformSearch:
         less = self._source.rates.sync(self._grid, self._grid.num_ranks).less
         sync = max(0.0, float(self._counts[0] @ self._column("sync")) - less)
         sharded = bool(self._grid.zero)
-        once = self._source.costs.exposed_gradient_sync(sync, float(backward[0]), sharded=sharded)
+        once = self._source.costs.exposed_gradient_sync(sync, float(backward[0] + weight[0]), sharded=sharded)
         once += float((self._counts @ self._column("update")).max())
-        return pipeline_bound(shape, forward.tolist(), backward.tolist()) + once + overhead.other_seconds_per_step
+        pipeline = pipeline_bound(shape, forward.tolist(), backward.tolist(), weight.tolist())
+        return pipeline + once + overhead.other_seconds_per_step
 
     def layout(self) -> Layout:
         assert self._menu is not None

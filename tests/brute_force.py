@@ -30,7 +30,8 @@ def all_pipelines(
             share = training.global_batch // num_replicas
             for micro_batch in (b for b in range(1, share + 1) if share % b == 0):
                 for stages in _stages(model, num_ranks, num_stages, known):
-                    for schedule in ("1f1b", "gpipe") if num_stages > 1 and share > micro_batch else ("1f1b",):
+                    several = num_stages > 1 and share > micro_batch
+                    for schedule in ("1f1b", "gpipe", "zb-h1") if several else ("1f1b",):
                         for order in ("replica", "stage") if num_stages > 1 and num_replicas > 1 else ("replica",):
                             yield (
                                 Pipeline(micro_batch=micro_batch, stages=stages, schedule=schedule),

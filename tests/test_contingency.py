@@ -314,3 +314,18 @@ def test_a_profile_of_four_ranks_estimates_a_block_of_three() -> None:
     assert found.predicted.estimated == any(
         3 in p.blocks for pipeline in found.pipelines for stage in pipeline.stages for p in stage.modules
     )
+
+
+def test_gpipe_becomes_1f1b_where_a_larger_share_would_not_fit() -> None:
+    """The healthy replica takes the lost one's sequences too; gpipe would hold the activations of all of them."""
+    plan = build(small_model(), [ReplicaShape([StageShape(1)] * 2, 1, 6, "gpipe")] * 2, seq_len=128)
+    lost = plan.replicas[0].ranks
+    roomy = replan(plan, COSTS, lost)
+    cap = roomy.predicted.peak_memory_bytes // 2
+    tight = replan(plan.model_copy(update={"memory_cap_bytes": cap}), COSTS, lost)
+    assert tight.predicted.peak_memory_bytes <= cap
+    for found, schedule in ((roomy, "gpipe"), (tight, "1f1b")):
+        after = assert_runs(plan, found)
+        pipeline = after.pipelines[after.replicas[0].pipeline]
+        assert pipeline.schedule == schedule
+        assert {p.recompute for stage in pipeline.stages for p in stage.modules} == {"none"}

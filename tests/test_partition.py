@@ -11,23 +11,27 @@ from cost_models.pipeline import simulate
 from planner.chain import even_boundaries, make_chain
 from planner.constraints import Constraints
 from planner.partition import Family, PipelineShape, StageValues, best_partition, pipeline_bound
-from planner.space import Topology, divisors, enumerate_grids, variants
+from planner.space import Grid, Topology, divisors, enumerate_grids, variants
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
 from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
 from specs.plan import TrainingSpec
+from specs.schedule import most_held, pipeline_actions
 
 
-def finish_with_once(shape, forward, backward, once):
+def finish_with_once(shape, forward, backward, weight, once):
     """When the last stage is done, each having `once` seconds to go after its own last action."""
-    timing = simulate(shape.schedule, forward, backward, shape.transfers, shape.num_micro_batches)
+    whole = [b + w for b, w in zip(backward, weight, strict=True)]
+    timing = simulate(shape.schedule, forward, whole, shape.transfers, shape.num_micro_batches, weight_seconds=weight)
     return max(finish + more for finish, more in zip(timing.finish_seconds, once, strict=True))
 
 
-def values_of(shape, stage, forward, backward, once):
+def values_of(shape, stage, forward, backward, weight, once):
     """What the partition needs of a stage whose contents have one option each."""
+    once = once + weight * (min(stage + 1, shape.num_micro_batches) if shape.schedule == "zb-h1" else 0)
     with_once = once if stage == 0 else 0.0
     families = tuple(
-        Family(path, path.forward * forward + path.backward * backward + with_once) for path in shape.paths(stage)
+        Family(path, path.forward * forward + path.backward * backward + path.weight * weight + with_once)
+        for path in shape.paths(stage)
     )
     total = forward + backward
     no_more = np.zeros_like(once) if stage == 0 else once
@@ -40,7 +44,7 @@ def values_of(shape, stage, forward, backward, once):
     st.integers(0, 3),
     st.integers(1, 9),
     st.sampled_from([0.0, 0.5]),
-    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
     st.integers(0, 2**32 - 1),
 )
 def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batches, transfer, schedule, seed):
@@ -54,16 +58,17 @@ def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batch
     for _ in range(num_stages):
         forward, backward, once = generator.integers(1, 12, (3, len(starts))).astype(float)
         forward[generator.random(len(starts)) < 0.15] = np.inf
-        stages.append((forward, backward, once * generator.choice([0.0, 0.5, 4.0])))
+        weight = generator.integers(0, 12, len(starts)) * float(schedule == "zb-h1")
+        stages.append((forward, backward, weight, once * generator.choice([0.0, 0.5, 4.0])))
     values = [values_of(shape, stage, *of_stage) for stage, of_stage in enumerate(stages)]
     best = np.inf
     for inner in combinations(range(1, size - 1), num_stages - 1):
         runs = [contents[i, j] for i, j in pairwise((0, *inner, size - 1))]
-        forward, backward, once = zip(
+        forward, backward, weight, once = zip(
             *([v[run] for v in of] for of, run in zip(stages, runs, strict=True)), strict=True
         )
         if np.isfinite(forward).all():
-            best = min(best, finish_with_once(shape, forward, backward, once))
+            best = min(best, finish_with_once(shape, forward, backward, weight, once))
     found = best_partition(shape, contents, values, below=1e6, accuracy=1e-6)
     if not np.isfinite(best):
         assert found is None
@@ -81,13 +86,17 @@ def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batch
 @given(
     st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.1, 3.0), st.floats(0.0, 0.5)), min_size=1, max_size=6),
     st.integers(1, 20),
-    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
+    st.floats(0.0, 1.0),
 )
-def test_pipeline_bound_is_never_above_the_simulation(stages, num_micro_batches, schedule):
+def test_pipeline_bound_is_never_above_the_simulation(stages, num_micro_batches, schedule, part):
     forward, backward, transfers = zip(*stages, strict=True)
+    weight = [part * b if schedule == "zb-h1" else 0.0 for b in backward]
+    inputs = [b - w for b, w in zip(backward, weight, strict=True)]
     shape = PipelineShape(len(stages), num_micro_batches, transfers[1:], schedule)
-    exact = simulate(schedule, forward, backward, transfers[1:], num_micro_batches).makespan_seconds
-    bound = pipeline_bound(shape, forward, backward)
+    timing = simulate(schedule, forward, backward, transfers[1:], num_micro_batches, weight_seconds=weight)
+    exact = timing.finish_seconds[0]
+    bound = pipeline_bound(shape, forward, inputs, weight)
     assert bound <= exact * (1 + 1e-9)
     if len(stages) == 1 or schedule == "gpipe":
         assert bound == pytest.approx(exact)
@@ -105,10 +114,22 @@ def test_pipeline_bound_is_close_for_stages_nearly_alike(num_stages, num_micro_b
 
 
 @pytest.mark.parametrize("num_micro_batches", [4, 5, 32])
-def test_pipeline_bound_is_exact_for_equal_stages(num_micro_batches):
-    shape = PipelineShape(4, num_micro_batches, (0.0,) * 3, "1f1b")
-    exact = simulate("1f1b", [1.0] * 4, [2.0] * 4, [0.0] * 3, num_micro_batches).makespan_seconds
-    assert pipeline_bound(shape, [1.0] * 4, [2.0] * 4) == pytest.approx(exact)
+@pytest.mark.parametrize(("schedule", "weight"), [("1f1b", 0.0), ("zb-h1", 1.0)])
+def test_pipeline_bound_is_exact_for_equal_stages(num_micro_batches, schedule, weight):
+    shape = PipelineShape(4, num_micro_batches, (0.0,) * 3, schedule)
+    own = {"weight_seconds": [weight] * 4}
+    exact = simulate(schedule, [1.0] * 4, [2.0] * 4, [0.0] * 3, num_micro_batches, **own).finish_seconds[0]
+    assert pipeline_bound(shape, [1.0] * 4, [2.0 - weight] * 4, [weight] * 4) == pytest.approx(exact)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_what_a_stage_holds_is_what_its_actions_hold(num_stages):
+    for schedule in ("1f1b", "gpipe", "zb-h1"):
+        for m in (1, 2, 4, 7, 12):
+            grid = Grid(num_stages, 1, 1, 1, m, schedule, 0)
+            for stage, actions in enumerate(pipeline_actions(schedule, num_stages=num_stages, num_micro_batches=m)):
+                expected = {(held.kept[0], held.deferred[0]) for held in most_held(actions)}
+                assert set(grid.flights(stage)) == expected
 
 
 def model(num_layers):
