@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from benchmarks.testbed.quotas import GROUP
+
 
 def main() -> None:
     """Never returns."""
@@ -18,6 +20,7 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     folder = quotas.get(str(rank))
     if folder is not None:
+        os.environ[GROUP] = folder
         (Path(folder) / "cgroup.procs").write_text(str(os.getpid()))
     os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
 

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,23 +33,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Bed:
-    """`num_hosts` hosts of `ranks_per_host` ranks; `slow` gives ranks a share of the others' speed."""
+    """`num_hosts` hosts of `ranks_per_host` ranks."""
 
     num_hosts: int
     ranks_per_host: int
     bits_per_second: float | None = None  # of each host's cable; None: as fast as the kernel copies
-    slow: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
         return self.num_hosts * self.ranks_per_host
-
-    @property
-    def shares(self) -> dict[int, float]:
-        """Share of one core that each rank may use."""
-        full = share_of_core(self.world_size)
-        return {rank: full * self.slow.get(rank, 1.0) for rank in range(self.world_size)}
 
     @contextmanager
     def up(self) -> Iterator[Running]:
@@ -102,8 +95,8 @@ class Running:
             if self.bed.bits_per_second is not None:
                 for place, device in ((space, "eth0"), (hub, f"port{host}")):
                     _limit(place, device, self.bed.bits_per_second)
-        for rank, share in self.bed.shares.items():
-            self.quotas[rank] = make_quota(self.name, rank, share)
+        share = share_of_core(self.bed.world_size)
+        self.quotas = {rank: make_quota(self.name, rank, share) for rank in range(self.bed.world_size)}
 
     def host(self, index: int) -> str:
         """Namespace of a host."""
@@ -123,6 +116,25 @@ class Running:
             *("--master-addr", f"{SUBNET}.1", "--master-port", str(PORT), "--no-python"),
             *(sys.executable, "-m", *held_back_arguments(self.quotas), module, *arguments),
         ]
+
+    def start(self, host: int, module: str, *arguments: str, log: Path) -> subprocess.Popen[bytes]:
+        """Run a module once on one host, without torchrun; what it prints is added to its log."""
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        command = [*self.enter(host), sys.executable, "-m", module, *arguments]
+        with log.open("ab") as out:
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+    def lose(self, host: int) -> None:
+        """What is seen of a host without power: its cable says nothing more, then its processes are gone."""
+        self._set_cable(host, "down")
+        _kill_all([self.host(host)])
+
+    def return_host(self, host: int) -> None:
+        """It can be reached again; nothing runs there."""
+        self._set_cable(host, "up")
+
+    def _set_cable(self, host: int, state: str) -> None:
+        _ip("-n", f"{self.name}-hub", "link", "set", f"port{host}", state)
 
     def run(self, module: str, *arguments: str, log: Path, poll: Callable[[], None] = lambda: None) -> None:
         """Run a module on all ranks of all hosts; what they print goes to one log per host.

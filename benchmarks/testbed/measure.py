@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.testbed.hosts import Running
 from benchmarks.testbed.turns import Job
+from planner.constraints import Constraints
 from planner.search import Freedom
 from planner.start import start_plan
 from specs.base import load_document
@@ -35,7 +36,9 @@ def profile_of(hosts: Running, folder: Path, *, model: str, seq_len: int) -> Pro
     """`plait profile` on the hosts, once; later calls read what it wrote."""
     path = folder / "profile.json"
     if not path.exists():
-        sizes = ("--seq-len", str(seq_len), "--block-sequences", "1,2,4", "--steps", "3", "--rounds", "2")
+        # Up to a whole batch in one block.
+        block_sequences = "1,2,4,8" if hosts.bed.world_size == 2 else "1,2,8"
+        sizes = ("--seq-len", str(seq_len), "--block-sequences", block_sequences, "--steps", "3", "--rounds", "2")
         hosts.run("cli", "profile", "--model", model, *sizes, "-o", str(path), log=folder / "profile.log")
     return load_document(Profile, path, "profile")
 
@@ -49,6 +52,7 @@ def chosen_plan(
     cluster: Path | None = None,
     memory_cap_bytes: int | None = None,
     freedom: Freedom = "cuts",
+    constraints: Constraints | None = None,
 ) -> Plan:
     """The planner's fastest plan, from the profile in `folder` alone (`cluster`: instead of what the profile saw)."""
     return start_plan(
@@ -64,6 +68,7 @@ def chosen_plan(
         time_limit_seconds=60.0,
         top_k=0,
         command="benchmarks/testbed",
+        constraints=constraints,
     )
 
 
@@ -74,13 +79,17 @@ def take_turns(
     *,
     advance: Callable[[int], None],
     num_turns: int = NUM_TURNS,
+    shares: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, Measured]:
-    """Run all plans in turns; `advance` is told how many turns are done.  What an earlier call did is kept."""
+    """Run all plans in turns; `advance` is told how many turns are done.  What an earlier call did is kept.
+
+    `shares`: of a core, by rank, while a plan runs; without, all ranks have the hosts' usual share.
+    """
     files: dict[str, Path] = {}
     for number, (name, plan) in enumerate(sorted(plans.items())):
         files[name] = folder / f"plan-{number}.json"
         plan.save(files[name])
-    job = Job(plans=files, out=folder / "turns.jsonl", num_turns=num_turns)
+    job = Job(plans=files, out=folder / "turns.jsonl", num_turns=num_turns, shares=dict(shares or {}))
     job.save(folder / "job.json")
 
     def poll() -> None:

@@ -20,6 +20,7 @@ CGROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, ver
 # Short beside a module, so that a rank is slow and not stopped; not below the kernel's tick, at which quotas end.
 PERIOD_MICROSECONDS = 5_000
 WEIGHT = 100  # against 1 of a process outside
+GROUP = "PLAIT_TESTBED_GROUP"  # environment of a rank: its group
 USED_SHARE = 0.9  # of the machine by all ranks; the rest is for agents, the kernel's network and the system
 
 
@@ -59,21 +60,28 @@ def cgroup_root() -> Path:
 
 
 def make_quota(name: str, rank: int, share: float) -> Path:
-    """A group that may use `share` of a core (1: all of it)."""
+    """A group with its share of a core."""
     folder = cgroup_root() / f"{name}-rank{rank}"
-    quota = int(share * PERIOD_MICROSECONDS)
     try:
         folder.mkdir()
         if (folder / "cpu.max").exists():
             (folder / "cpu.weight").write_text(str(100 * WEIGHT))
-            (folder / "cpu.max").write_text(f"{quota if share < 1.0 else 'max'} {PERIOD_MICROSECONDS}")
         else:
             (folder / "cpu.shares").write_text(str(1024 * WEIGHT))
             (folder / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
-            (folder / "cpu.cfs_quota_us").write_text(str(quota if share < 1.0 else -1))
+        set_share(folder, share)
     except OSError as error:
         raise BadInputError(f"{folder}: no CPU quota can be set ({error.strerror}). Run it as root.") from None
     return folder
+
+
+def set_share(folder: Path, share: float) -> None:
+    """From now on the group may use `share` of a core (1: all of it)."""
+    quota = int(share * PERIOD_MICROSECONDS)
+    if (folder / "cpu.max").exists():
+        (folder / "cpu.max").write_text(f"{quota if share < 1.0 else 'max'} {PERIOD_MICROSECONDS}")
+    else:
+        (folder / "cpu.cfs_quota_us").write_text(str(quota if share < 1.0 else -1))
 
 
 def remove_quotas(name: str) -> None:

@@ -11,6 +11,7 @@ from datetime import date
 from pathlib import Path
 
 from benchmarks.testbed import agreement, nonuniform, slow_rank
+from benchmarks.testbed.measure import Measured
 from executor.device import device_name
 from specs.base import write_whole
 from specs.units import percent, seconds
@@ -100,27 +101,27 @@ def _draw_agreement(found: Sequence[agreement.Agreement], path: Path) -> None:
 
 
 def write_nonuniform(found: Sequence[nonuniform.Outcome], results: Path) -> str:
-    """One row a case: time saved by degrees per module, predicted and measured."""
+    """One row a case and rival: time saved by degrees per module, predicted and measured."""
     rows = []
     for item in found:
         cap = "none" if item.memory_cap_bytes is None else f"{item.memory_cap_bytes / 2**20:.0f} MiB"
         where = f"{item.case.bed.num_hosts} x {item.case.bed.ranks_per_host}"
-        if item.measured:
-            best, chosen = (item.measured[name] for name in (nonuniform.UNIFORM, nonuniform.CHOSEN))
-            times = [
-                f"{seconds(each.seconds)} ({1e3 * each.p10:.0f} .. {1e3 * each.p90:.0f})" for each in (best, chosen)
-            ]
-            measured_saving = percent(item.measured_saving or 0.0, signed=True)
-        else:
-            missing = nonuniform.UNIFORM not in item.plans
-            times = ["nothing fits" if missing else "the same plan", "not run"]
-            measured_saving = "-"
-        predicted = percent(item.predicted_saving, signed=True) if nonuniform.UNIFORM in item.plans else "-"
-        rows.append((item.case.name, where, cap, *times, predicted, measured_saving))
-    header = ("case", "hosts x ranks", "memory cap", "best uniform", "chosen", "saved, predicted", "saved, measured")
+        for rival in (nonuniform.UNIFORM, nonuniform.ONE_DEGREE):
+            predicted, measured = item.predicted_saving(rival), item.measured_saving(rival)
+            if measured is not None:
+                times = [_spread(item.measured[name]) for name in (rival, nonuniform.CHOSEN)]
+            else:
+                times = ["nothing fits" if predicted is None else "a plan above or the chosen one", ""]
+            savings = ["" if saving is None else percent(saving, signed=True) for saving in (predicted, measured)]
+            rows.append((item.case.name, where, cap, rival, *times, *savings))
+    header = ("case", "hosts x ranks", "memory cap", "rival", "rival's step", "chosen", "saved, predicted", "measured")
     text = heading("Best uniform plan against degrees per module") + "\n" + _table(header, rows)
     write_whole(results / "testbed-nonuniform.md", text)
     return text
+
+
+def _spread(each: Measured) -> str:
+    return f"{seconds(each.seconds)} ({1e3 * each.p10:.0f} .. {1e3 * each.p90:.0f})"
 
 
 def write_slow_rank(found: slow_rank.Recovery, results: Path) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
+from benchmarks.testbed.quotas import GROUP, set_share
 from executor.device import leave
 from executor.engine import Engine
 from executor.memory import saved_tensor_bytes, static_tensors
@@ -28,9 +29,10 @@ from specs.plan import Plan
 
 
 class Job(Document):
-    """Plans by name and file; how often; where the lines go."""
+    """Plans by name and file; how often; where the lines go; shares of a core while a plan runs, by rank."""
 
     plans: dict[str, Path]
+    shares: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     out: Path
     num_turns: PositiveInt = 5
     num_warm_up_steps: PositiveInt = 1
@@ -106,6 +108,8 @@ def main() -> None:
     for turn in range(job.num_turns):
         for name in order(sorted(plans), turn):
             if (name, turn) not in done:
+                if name in job.shares:
+                    set_share(Path(os.environ[GROUP]), job.shares[name][rank])
                 one_turn(job, plans[name], store, name, turn)
     # The store lives in rank 0: it stays until all have left.
     store.add("left", 1)
