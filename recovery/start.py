@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from executor.launch import ERROR_FILE, STARTED
@@ -69,9 +69,14 @@ def worker_arguments(out: Path) -> list[str]:
     return ["executor.member", str(out.resolve())]
 
 
-def make_workers(plan: Plan, options: TrainOptions, place: Place | None = None) -> Workers:
-    """None of them started yet: all on this machine, or on the nodes of the plan's cluster."""
-    arguments = worker_arguments(options.out)
+def make_workers(
+    plan: Plan, options: TrainOptions, place: Place | None = None, *, through: Sequence[str] = ()
+) -> Workers:
+    """None of them started yet: all on this machine, or on the nodes of the plan's cluster.
+
+    `through`: a module and arguments that run this node's workers.
+    """
+    arguments = [*through, *worker_arguments(options.out)]
     if place is None:
         return Workers(arguments, [range(plan.cluster.num_devices)])
     return Workers(

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recovery import drop_replicas
+from benchmarks.testbed import host_lost
+from benchmarks.testbed.plans import MODEL
 from executor.messages import Hello, Lines, Pause
 from recovery.drill import LOSS_TOLERANCE, read_report
 from recovery.nodes import Joined, listen
@@ -283,3 +286,15 @@ def test_a_whole_node_is_lost_and_no_step_is(tmp_path: Path) -> None:
     assert incident.batch_kept
     assert report.worst is not None
     assert report.worst < LOSS_TOLERANCE
+
+
+def test_the_trace_of_the_testbed_tells_policies_apart() -> None:
+    """The loss of host 1 leaves a whole replica, half of one and none of the third."""
+    shapes = host_lost.shapes()
+    plan = build(MODEL, shapes, seq_len=host_lost.SEQ_LEN)
+    lost = frozenset(range(host_lost.BED.ranks_per_host, host_lost.BED.world_size))
+    assert [len(lost.intersection(replica.ranks)) for replica in plan.replicas] == [0, 1, 1]
+    assert [len(replica.ranks) for replica in plan.replicas] == [1, 2, 1]
+    dropped = drop_replicas(plan, lost).plan
+    assert [replica.ranks for replica in dropped.replicas] == [(0,)]
+    assert dropped.training.global_batch == plan.training.global_batch

@@ -1,6 +1,6 @@
 """The experiments on two hosts and a slow link.  `make bench` runs them all, in hours; what is done is not done again.
 
-sudo python -m benchmarks.testbed [agreement] [nonuniform] [slow-rank] [--turns 5] [--rates 0.2,1,5,none] ...
+sudo python -m benchmarks.testbed [agreement] [nonuniform] [slow-rank] [host-lost] [--turns 5] ...
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.testbed import agreement, nonuniform, slow_rank
+from benchmarks.testbed import agreement, host_lost, nonuniform, slow_rank
 from benchmarks.testbed.measure import NUM_TURNS
 from benchmarks.testbed.progress import Progress
 from benchmarks.testbed.report import write_agreement, write_nonuniform, write_slow_rank
 from specs.errors import PlaitError
 
-EXPERIMENTS = ("agreement", "nonuniform", "slow-rank")
+EXPERIMENTS = ("agreement", "nonuniform", "slow-rank", "host-lost")
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -56,6 +56,8 @@ def main() -> None:
         print(write_nonuniform(outcomes, options.results))
     if "slow-rank" in wanted:
         print(write_slow_rank(slow_rank.run(out / "slow-rank", progress, num_turns=options.turns), options.results))
+    if "host-lost" in wanted:
+        print(host_lost.run(out / "host-lost", options.results, progress, num_turns=options.turns))
 
 
 if __name__ == "__main__":
