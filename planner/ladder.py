@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from planner.describe import describe
 from planner.grid_search import Incumbent
 from planner.layout import Layout
-from planner.search import FREEDOMS, TOLERANCE, Freedom, Outcome, Searcher
+from planner.outcome import Outcome
+from planner.search import FREEDOMS, TOLERANCE, Freedom, Searcher
 from specs.plan import LadderRung, Prediction
 
 NAMES: dict[Freedom, str] = {

@@ -13,9 +13,10 @@ from planner.grid_search import Incumbent
 from planner.infeasible import nothing_found
 from planner.ladder import as_ladder, climb, goodput_rung, memory_rung
 from planner.memory_goal import MEMORY_TOLERANCE, least_memory
-from planner.problem import CostMaker, Pricer, Problem, make_searcher
+from planner.outcome import Outcome
+from planner.problem import CostMaker, Pricer, Problem, context_degrees, make_searcher
 from planner.rate_choices import rate_choices
-from planner.search import TOLERANCE, Engine, Freedom, Outcome, Searcher
+from planner.search import TOLERANCE, Engine, Freedom, Searcher
 from planner.unlike_rung import EQUAL_SHARE, for_unlike_devices
 from specs.plan import Certificate, Objective, Plan
 
@@ -48,9 +49,17 @@ def make_plan(
     pricer = Pricer(problem, searcher)
     incumbent = Incumbent(pricer.seconds)
     rungs = climb(searcher, incumbent, freedom, deadline=deadline)
+    complete = rungs[-1].outcome.complete
+    for context in context_degrees(problem) if rungs[-1].layout is None and complete else ():
+        wider = make_searcher(problem, costs, engine, context)
+        pricer_of_wider = Pricer(problem, wider)
+        incumbent = Incumbent(pricer_of_wider.seconds)
+        rungs = climb(wider, incumbent, freedom, deadline=deadline)
+        if rungs[-1].layout is not None:
+            searcher, pricer = wider, pricer_of_wider
+            break
     best = rungs[-1]
     if best.layout is None:
-        complete = best.outcome.complete
         raise nothing_found(
             problem, make_costs, searcher, freedom, complete=complete, time_limit_seconds=time_limit_seconds
         )

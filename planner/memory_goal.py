@@ -13,8 +13,9 @@ import time
 
 from planner.feasible import FirstWithin
 from planner.layout import Layout
+from planner.outcome import Outcome
 from planner.problem import Pricer
-from planner.search import TOLERANCE, Freedom, Outcome, Searcher
+from planner.search import TOLERANCE, Freedom, Searcher
 
 # Relative distance between bound and peak at which bisection stops and calls the layout optimal.
 MEMORY_TOLERANCE = 2e-3

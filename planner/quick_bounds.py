@@ -22,10 +22,16 @@ class QuickBounds:
 
     def __init__(self, source: OptionSource) -> None:
         self._source = source
+        self._known: dict[Grid, float] = {}
         self._quick: dict[tuple[int, int, bool, bool], _Once] = {}
 
     def seconds(self, grid: Grid) -> float:
         """Step seconds that no layout of a grid point beats, memory aside: all work, spread evenly over the stages."""
+        if grid not in self._known:
+            self._known[grid] = self._seconds(grid)
+        return self._known[grid]
+
+    def _seconds(self, grid: Grid) -> float:
         once = self._quick_seconds(grid)
         host = self._source.costs.overhead.other_seconds_per_action
         m, stages = grid.num_micro_batches, grid.num_stages

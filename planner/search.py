@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -21,11 +20,11 @@ from planner.chain import Chain, even_boundaries, make_chain
 from planner.constraints import Rules
 from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
-from planner.layout import Layout
 from planner.options import Menu, OptionSource, Restriction
+from planner.outcome import Outcome
 from planner.quick_bounds import QuickBounds
 from planner.shape_bound import shape_bound
-from planner.space import Grid, Topology, divisors, enumerate_grids, variants
+from planner.space import SHARDED, Grid, Topology, divisors, enumerate_grids, variants
 from planner.uniform import UniformSearch
 from specs.model import ModelSpec
 from specs.plan import Recompute, TrainingSpec
@@ -43,24 +42,6 @@ FREEDOMS: tuple[Freedom, ...] = ("uniform", "layers", "stages", "modules", "cuts
 _MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-@dataclass
-class Outcome:
-    """What a search found.  `seconds` and `bound` are `inf` when nothing fits."""
-
-    layout: Layout | None
-    seconds: float
-    bound: float
-    complete: bool
-    labels: int = 0
-    nodes: int = 0
-    evaluated: int = 0
-    pruned: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, (self.seconds - self.bound) / self.seconds) if self.layout is not None else 0.0
-
-
 class Searcher:
     """Searches one problem under different freedoms; costs are asked for once."""
 
@@ -73,6 +54,7 @@ class Searcher:
         *,
         capacity: float,
         max_ranks_per_stage: int,
+        context: int = 1,
         rules: Rules | None = None,
         engine: Engine = "dp",
     ) -> None:
@@ -92,8 +74,11 @@ class Searcher:
                 training,
                 max_stages=min(topology.num_ranks, self.chain.num_positions - 1),
                 max_ranks_per_stage=max_ranks_per_stage,
+                context=context,
             )
-            if self.rules.boundaries is None or grid.num_stages == len(self.rules.boundaries) - 1
+            if (self.rules.boundaries is None or grid.num_stages == len(self.rules.boundaries) - 1)
+            # A tied weight that lies on two stages is used at two moments, so it cannot be gathered for both.
+            and not (grid.zero == 3 and grid.num_stages > 1 and self.source.tied)
         ]
         self._modes = [mode for mode in _MODES if self._may_run_uniformly(mode)]
         self._discarded: dict[Grid, tuple[str, float]] = {}
@@ -174,10 +159,13 @@ class Searcher:
         tolerance: float,
         deadline: float,
     ) -> None:
-        ordered = []
+        ordered, enough = [], incumbent.seconds * (1.0 - tolerance)
         for grid in self.grids:
             known = max(self.quick_bound(grid), self._known.get((freedom, grid), 0.0))
-            if known < float("inf"):
+            if known >= enough:  # and G X is at most 1
+                outcome.pruned["seconds delivered"] += 1
+                outcome.bound = min(outcome.bound, known)
+            else:
                 value = worth(grid, known)
                 ordered.append((known / value, value, grid))
         ordered.sort(key=lambda entry: entry[0])
@@ -345,7 +333,9 @@ class Searcher:
         """
         found: list[tuple[float, UniformSearch]] = []
         unseen = float("inf")
-        for grid in sorted(self.grids, key=self._promise):
+        # By hand nobody sends gradients of every micro-batch under a pipeline.
+        usual = (grid for grid in self.grids if grid.num_stages == 1 or grid.zero not in SHARDED)
+        for grid in sorted(usual, key=self._promise):
             if found and time.monotonic() > deadline:
                 outcome.complete = False
                 outcome.pruned["time limit"] += 1

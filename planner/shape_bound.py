@@ -36,16 +36,20 @@ def shape_bound(
         return enough
     places = [Place(False, grid.flights(stage)) for stage in range(grid.num_stages)]
     bounds.bound(((place, work) for place in places), some)
-    none = chain.contents == NO_CONTENT
-    fill = np.where(none, np.inf, forward[chain.contents])
-    pre = longest = np.full(chain.num_positions, np.inf)
+    allowed = np.zeros(len(chain.counts), dtype=bool)
+    allowed[some] = True
+    stops, starts = np.nonzero(((chain.contents != NO_CONTENT) & allowed[chain.contents]).T)
+    numbers = chain.contents[starts, stops]
+    firsts = np.flatnonzero(np.diff(stops, prepend=-1))
+    ends, fill = stops[firsts], forward[numbers]
+    pre, longest = np.full((2, chain.num_positions), np.inf)
     pre[0] = longest[0] = 0.0
-    known: dict[Place, np.ndarray] = {}
     for place, transfer in zip(places, (*source.transfer_seconds(grid), 0.0), strict=True):
-        if place not in known:
-            known[place] = np.where(none, np.inf, m * bounds.values(place, work)[chain.contents])
-        longest = np.maximum(longest[:, None], pre[:, None] + known[place]).min(axis=0)
-        pre = (pre[:, None] + fill).min(axis=0) + transfer
+        before = pre[starts]
+        busy = np.maximum(longest[starts], before + m * bounds.values(place, work)[numbers])
+        pre, longest = np.full((2, chain.num_positions), np.inf)
+        longest[ends] = np.minimum.reduceat(busy, firsts)
+        pre[ends] = np.minimum.reduceat(before + fill, firsts) + transfer
     found = float(longest[-1])
     if np.isfinite(found):
         return found + overhead.other_seconds_per_step

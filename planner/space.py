@@ -23,8 +23,8 @@ from specs.schedule import most_held, stage_actions
 RankOrder = Literal["replica", "stage"]
 # Levels that send gradients (2) and gather weights (3) in every micro-batch.
 SHARDED: tuple[Literal[2, 3], ...] = (2, 3)
-# Schedules that differ from 1f1b where there are several stages and micro-batches.
-OTHERS: tuple[Schedule, ...] = ("gpipe", "zb-h1")
+# Where there are several stages and micro-batches; else they are all one.
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zb-h1")
 Positions = npt.NDArray[np.int64]
 
 
@@ -45,7 +45,8 @@ def _split_flights(stage: int, num_stages: int, num_micro_batches: int) -> tuple
 class Grid:
     """One point of the outer space: P stages of D ranks, R replicas, micro-batches of b sequences.
 
-    `order` says whose ranks are neighbours: the stages of a replica, or the replicas of a stage.
+    `order` says whose ranks are neighbours: the stages of a replica, or the replicas of a stage.  `context`: degree of
+    context parallelism.
     """
 
     num_stages: int
@@ -56,6 +57,7 @@ class Grid:
     schedule: Schedule
     zero: Literal[0, 1, 2, 3]
     order: RankOrder = "replica"
+    context: int = 1
 
     @property
     def ranks_per_replica(self) -> int:
@@ -133,38 +135,38 @@ def divisors(number: int) -> list[int]:
 
 
 def enumerate_grids(
-    topology: Topology, training: TrainingSpec, *, max_stages: int, max_ranks_per_stage: int
+    topology: Topology, training: TrainingSpec, *, max_stages: int, max_ranks_per_stage: int, context: int = 1
 ) -> Iterator[Grid]:
     """Every grid that uses all usable ranks and divides the global batch, from few ranks per stage to many.
 
     Yields the variant with sharded optimizer and neighbouring stages only; `variants` has the others.  Sharded
-    gradients (zero 2) and weights (zero 3) cost something in every micro-batch, so they are points of their own, and
-    only where there is one stage: a pipeline needs many micro-batches.
+    gradients (zero 2) and weights (zero 3) cost something in every micro-batch, so they are points of their own; not
+    under gpipe, which is for those who have memory to spare.
     """
     total = topology.num_ranks
     for num_ranks in divisors(total):
-        if num_ranks > max_ranks_per_stage:
+        if num_ranks > max_ranks_per_stage or num_ranks % context:
             continue
         for num_stages in divisors(total // num_ranks):
             num_replicas = total // num_ranks // num_stages
             if num_stages > max_stages or training.global_batch % num_replicas:
                 continue
             share = training.global_batch // num_replicas
+            shardings: tuple[Literal[1, 2, 3], ...] = (1, *SHARDED) if num_ranks * num_replicas > 1 else (1,)
             for micro_batch in divisors(share):
-                yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, "1f1b", 1)
-                if num_stages > 1 and share > micro_batch:
-                    for schedule in OTHERS:
-                        yield Grid(num_stages, num_ranks, num_replicas, micro_batch, share // micro_batch, schedule, 1)
-                if num_stages == 1 and num_ranks * num_replicas > 1:
-                    for zero in SHARDED:
-                        yield Grid(1, num_ranks, num_replicas, micro_batch, share // micro_batch, "1f1b", zero)
+                m = share // micro_batch
+                for schedule in SCHEDULES if num_stages > 1 and m > 1 else SCHEDULES[:1]:
+                    for zero in shardings[:1] if schedule == "gpipe" else shardings:
+                        yield Grid(
+                            num_stages, num_ranks, num_replicas, micro_batch, m, schedule, zero, context=context
+                        )
 
 
 def variants(grid: Grid) -> list[Grid]:
     """A grid with and without sharded optimizer, and in both orders of ranks, where that makes a difference."""
+    shardings: tuple[Literal[0, 1, 2, 3], ...] = (1, 0) if grid.num_ranks * grid.num_replicas > 1 else (0,)
     if grid.zero in SHARDED:
-        return [grid]
-    shardings: tuple[Literal[0, 1], ...] = (1, 0) if grid.num_ranks * grid.num_replicas > 1 else (0,)
+        shardings = (grid.zero,)
     orders: tuple[RankOrder, ...] = (
         ("replica", "stage") if grid.num_stages > 1 and grid.num_replicas > 1 else ("replica",)
     )

@@ -51,7 +51,7 @@ def _stages(
         options.append([(t, mode) for t in degrees for kind, d, mode in known if (kind, d) == (module.kind, t)])
     for inner in combinations(starts, num_stages - 1):
         for chosen in product(*options):
-            for zero in (0, 1, 2, 3) if num_stages == 1 else (0, 1):
+            for zero in (0, 1, 2, 3):
                 placed = [
                     ModulePlacement(module=name, blocks=(t,) * (num_ranks // t), recompute=mode, zero=zero)
                     for (name, _), (t, mode) in zip(named, chosen, strict=True)
