@@ -1,6 +1,10 @@
 """Predicted against measured on this machine: profile it, price a dozen unlike plans, run them in turns, tell errors.
 
     python -m benchmarks.own_machine --nproc 2        minutes; what build/own-2 (--out) holds already is not done again
+    sudo python -m benchmarks.own_machine --nproc 4   the same on fewer cores than ranks
+
+With more ranks than cores every rank gets an equal quota of its core (benchmarks/testbed/quotas.py; needs root and
+cgroups), so that a rank that waits lends nothing to the others, as on devices of their own.
 
 All plans run in one set of processes, turn by turn in changing order (benchmarks/testbed/turns.py), so that a
 disturbance of the machine falls on no plan alone; a step counts with the time of its slowest rank.  Measured is the
@@ -16,22 +20,23 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from scipy.stats import spearmanr
 
+from benchmarks.testbed.quotas import held_back_arguments, quotas, share_of_core
 from benchmarks.testbed.turns import Job
 from cost_models.buckets import holdings
 from cost_models.memory import PlanMemory
 from cost_models.sources import measured_costs
 from cost_models.step import price
 from executor.launch import run_workers
+from profiles.options import ProfileOptions
 from specs.base import load_document, write_whole
 from specs.cluster import ClusterSpec
 from specs.layout import balanced_cuts
@@ -40,7 +45,7 @@ from specs.presets import model_preset
 from specs.profile import Profile
 
 MODEL = "demo"
-SEQ_LEN = 256
+SEQ_LEN, BATCH = 256, 8
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -79,7 +84,7 @@ def plan_of(
     zero: int = 0,
     recompute: Recompute = "none",
     schedule: str = "1f1b",
-    batch: int = 16,
+    batch: int = BATCH,
 ) -> Plan:
     """A plan of the benchmark's model; embedding and head as wide as attention."""
     model = model_preset(MODEL)
@@ -113,17 +118,35 @@ def plan_of(
     )
 
 
+def run_held(arguments: list[str], nproc: int, *, after_crash: str) -> None:
+    """Run `python -m arguments...` on that many ranks, with quotas where the cores do not suffice."""
+    share = share_of_core(nproc)
+    if share == 1.0:
+        run_workers(arguments, nproc, after_crash=after_crash)
+        return
+    with quotas(f"plait-{os.getpid()}", dict.fromkeys(range(nproc), share)) as groups:
+        run_workers([*held_back_arguments(groups), *arguments], nproc, after_crash=after_crash)
+
+
 def profile_of(nproc: int, path: Path) -> Profile:
     """The machine's profile with that many ranks; measured once."""
     if not path.exists():
-        rounds = "3" if nproc == 2 else "2"
-        command = (
-            *(sys.executable, "-m", "cli", "profile", "--model", MODEL, "--seq-len", str(SEQ_LEN)),
-            *("--nproc", str(nproc), "--block-sequences", "1,2,4", "--rounds", rounds, "--out", str(path)),
+        options = ProfileOptions(
+            out=path.resolve(),
+            model=model_preset(MODEL),
+            seq_len=SEQ_LEN,
+            block_sequences=(1, 2, 4),
+            degrees=tuple(degree for degree in range(1, nproc + 1) if nproc % degree == 0),
+            precision="fp32",
+            backend="gloo",
+            num_rounds=3 if nproc == 2 else 2,
+            num_steps=8 if nproc == 2 else 4,
+            command="benchmarks/own_machine.py",
+            created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        file = path.with_name("profile-options.json")
+        options.save(file)
+        run_held(["profiles.measure", str(file)], nproc, after_crash="Nothing was written.")
     return load_document(Profile, path, "profile")
 
 
@@ -147,7 +170,7 @@ def measure(plans: dict[str, Plan], folder: Path, *, turns: int, steps: int) -> 
     job = Job(plans=files, out=folder / "turns.jsonl", num_turns=turns, num_warm_up_steps=1, num_steps=steps)
     job.save(folder / "job.json")
     nproc = next(iter(plans.values())).world_size
-    run_workers(["benchmarks.testbed.turns", str(folder / "job.json")], nproc, after_crash="Start it again to go on.")
+    run_held(["benchmarks.testbed.turns", str(folder / "job.json")], nproc, after_crash="Start it again to go on.")
     lines: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
     for text in job.out.read_text().splitlines():
         line = json.loads(text)
@@ -181,6 +204,7 @@ def summary_of(rows: list[dict[str, Any]], nproc: int) -> dict[str, Any]:
     rank = spearmanr([r["predicted_seconds"] for r in rows], [r["measured_seconds"] for r in rows]).statistic
     return {
         "ranks": nproc,
+        "share_of_core": share_of_core(nproc),
         "plans": len(rows),
         "median_error": statistics.median(errors),
         "worst_error": errors[-1],
