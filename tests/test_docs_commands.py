@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import cli
 from specs.presets import cluster_preset, model_preset
@@ -22,9 +21,10 @@ from tests.test_report import priced
 # Commands that start workers, or need what they made.
 WORKERS = ("profile", "train", "generate", "eval", "export-weights")
 # What the documentation calls a user's own things, by what is there in the tests.
-NAMES = {"RUN": "runs/first", "FOLDER": "OUT"}
-# Sizes of real jobs, by what two processes of this machine do in seconds.
+NAMES = {"RUN": "runs/first", "FOLDER": "OUT", "openelm-3b": "openelm.json", "$NODE": "0", "$HEAD": "127.0.0.1"}
+# Sizes of real jobs, by what one process of this machine does in seconds.
 SMALL = {
+    "--nnodes": "1",
     "--model": "tiny",
     "--steps": "5",
     "--seq-len": "64",
@@ -46,11 +46,11 @@ class Command(NamedTuple):
 
 
 def commands_of(page: Path) -> list[Command]:
-    """Lines of indented or fenced code that call plait.  Remarks after two spaces or a # are cut off."""
+    """Lines of indented or fenced code that call plait, by torchrun too.  Remarks after two spaces or a # are cut."""
     shown = {line[2:] for block in blocks(page) if block.info == "console" for line in block.text.splitlines()}
     found = []
     for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
-        match = re.match(r"^(?:    |\$ )(?:\.venv/bin/)?plait\s+([a-z].*)$", line)
+        match = re.match(r"^(?:    |\$ )(?:\w+=\S+; )*(?:(?:\.venv/bin/)?plait|torchrun .* -m cli)\s+([a-z].*)$", line)
         if match is None or line[2:] in shown:
             continue
         text = re.sub(r"^(\S+(?: nccl-tests| topo| config)?)\s+", r"\1 ", match[1])
@@ -77,6 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         priced(gpt2).save(folder / name)
     runs.write(folder / "runs" / "first", runs.whole_run(), of=priced(runs.plan()))
     (folder / "incidents.csv").write_text("class,repair_hours\ngpu,2\ngpu,30\nhost,4\n")
+    openelm = model_preset("openelm-3b")  # every layer of it is unlike the others; a few of them are enough here
+    openelm.model_copy(update={"layers": openelm.layers[:6]}).save(folder / "openelm.json")
     put(folder, "all_reduce.txt", TWO_NODES)
     put(folder, "gather.json", json_output())
     put(folder, "topo.txt", table("NV18", cards=8))
@@ -86,23 +88,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def invoke(words: list[str], expected: int = 0) -> None:
+def invoke(words: list[str], expected: int = 0) -> Result:
     result = CliRunner().invoke(cli.app, words)
     code = getattr(result.exception, "exit_code", result.exit_code)
     assert code == expected, f"plait {shlex.join(words)}: {result.exception} {result.output}"
+    return result
 
 
 def with_workers(command: Command) -> bool:
     return command.words[0] in WORKERS or "--profile" in command.words
 
 
+def is_covered(command: Command) -> bool:
+    """By another line of the same command that names all of its options and more."""
+    own = set(command.shape[1:-1])
+    return any(own < set(other.shape[1:-1]) for other in COMMANDS if same_start(command, other))
+
+
+def same_start(one: Command, other: Command) -> bool:
+    return (one.shape[0], one.shape[-1]) == (other.shape[0], other.shape[-1])
+
+
 IN_PROCESS = [command for command in COMMANDS if not with_workers(command)]
+SLOW = [command for command in COMMANDS if with_workers(command) and not is_covered(command)]
 
 
 @pytest.mark.parametrize("command", IN_PROCESS, ids=lambda command: f"{command.page} {' '.join(command.words)}"[:60])
 def test_the_command_runs(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     words = [NAMES.get(word, word) for word in command.words]
+    if words[0] == "plan" and not {"--freedom", "--pin", "--plot"} & set(words):
+        words += ["--freedom", "uniform"]  # the search with every freedom has tests of its own
     if words[0] in ("plan", "sweep"):
         words = [re.sub(r"^(h100x\d+),.*", r"\1,h200x8", word) for word in words] + ["--time-limit", "5"]
     if words[0] == "simulate":
@@ -123,27 +139,24 @@ def test_commands_with_workers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "corpus.jsonl").write_text('{"text": "It was the best of times."}\n' * 4000)
     save_tokenizer(tmp_path / "tokenizer.json")
     order = ("profile", "plan", "estimate", "train", "export-weights")
-    ranked = sorted(filter(with_workers, COMMANDS), key=lambda c: (*order, c.words[0]).index(c.words[0]))
+    ranked = sorted(SLOW, key=lambda command: (*order, command.words[0]).index(command.words[0]))
     for number, command in enumerate(sorted(ranked, key=lambda command: "FOLDER" in command.words)):
         words = [NAMES.get(word, word) for word in command.words]
         for option, value in SMALL.items():
             if option in words:
-                words[words.index(option) + 1] = "OUT" if words[words.index(option) + 1] == "OUT" else value
+                words[words.index(option) + 1] = value
         if words[0] == "profile":
-            words += ["--nproc", "2", "--rounds", "1", "--steps", "1", "--block-sequences", "1,2,4"]
+            words += ["--nproc", "1", "--rounds", "1", "--steps", "1", "--block-sequences", "1,2,4,8"]
         if words[0] == "train":
             words += [] if "--steps" in words else ["--steps", "5"]
             at = words.index("--out") + 1
             words[at] = words[at] if not Path(words[at]).exists() else f"runs/{number}"
         if words[0] in ("report", "simulate"):
             words += ["--trials", "2"]
-        in_its_own_process(words)
-
-
-def in_its_own_process(words: list[str]) -> None:
-    command = [str(Path(sys.executable).with_name("plait")), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert result.returncode == 0, f"plait {shlex.join(words)}: {result.stderr}"
+        if words[0] in WORKERS and "--json" not in words:
+            words.append("--json")
+        result = invoke(words)
+        assert words[0] not in WORKERS or json.loads(result.stdout)
 
 
 def save_tokenizer(path: Path) -> None:
