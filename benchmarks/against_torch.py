@@ -40,6 +40,7 @@ from executor.device import device_name
 from executor.engine import Engine
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
 from specs.layout import balanced_cuts
+from specs.model import ModelSpec
 from specs.options import OptimizerOptions
 from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
 
@@ -100,15 +101,15 @@ def uniform_plan(kind: str, ranks: int) -> Plan:
 Step = Callable[[torch.Tensor], float]
 
 
-def torch_step(kind: str, rank: int, ranks: int) -> Step:
+def torch_step(kind: str, rank: int, ranks: int, *, spec: ModelSpec = MODEL, batch: int = GLOBAL_BATCH) -> Step:
     """A function that trains one step with torch's own parts and returns the mean loss of the global batch."""
     torch.manual_seed(0)
     if kind == "PP":
-        return _pipeline_step(rank, ranks)
-    model: nn.Module = PlainDecoder()
+        return _pipeline_step(rank, ranks, spec, batch)
+    model: nn.Module = PlainDecoder(model=spec)
     if kind == "TP":
         plan: dict[str, object] = {"head": ColwiseParallel(use_local_output=False)}
-        for i in range(LAYERS):
+        for i in range(spec.num_layers):
             for name in ("query", "key", "value", "gate", "up"):
                 plan[f"layers.{i}.{name}"] = ColwiseParallel()
             for name in ("output", "down"):
@@ -176,15 +177,15 @@ def _finish(model: nn.Module, adam: torch.optim.AdamW, *, shared: torch.Tensor, 
     return total[1]
 
 
-def _pipeline_step(rank: int, ranks: int) -> Step:
-    cuts = balanced_cuts(LAYERS, ranks)
-    part = PlainDecoder(cuts[rank], cuts[rank + 1])
+def _pipeline_step(rank: int, ranks: int, spec: ModelSpec, batch: int) -> Step:
+    cuts = balanced_cuts(spec.num_layers, ranks)
+    part = PlainDecoder(cuts[rank], cuts[rank + 1], spec)
     stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
 
     def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
 
-    schedule = Schedule1F1B(stage, n_microbatches=GLOBAL_BATCH, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, n_microbatches=batch, loss_fn=loss_of)
     adam = _adam(part)
 
     def step(tokens: torch.Tensor) -> float:

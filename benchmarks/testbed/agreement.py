@@ -8,13 +8,14 @@ and the regret of the choice: its measured time over the best measured time of a
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scipy.stats import spearmanr
 
 from benchmarks.testbed.hosts import Bed
-from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
+from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, step_seconds, take_turns
 from benchmarks.testbed.plans import BATCH, MODEL, SEQ_LEN, plan_of, shapes
 from benchmarks.testbed.progress import Progress
 from cost_models.sources import measured_costs
@@ -22,6 +23,11 @@ from cost_models.step import price
 from specs.plan import Plan, TrainingSpec
 
 CHOSEN = "chosen"
+# Rivals.  Galvatron 2.4 searches degrees that are powers of two, stages of like length and sharding; its price of
+# redistribution leaves one degree for all layers.  Here that space is searched with this profile's costs.
+GALVATRON = "Galvatron's space"
+# The same layouts by torch's own pieces: kind and shape.  Four ranks: 2 layers make no 4 stages, 2 KV heads no TP 4.
+TORCH = {2: ("DP", "TP", "PP"), 4: ("DP",)}
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,29 @@ class Agreement:
     @property
     def best(self) -> str:
         """The plan that was measured fastest."""
-        return min(self.measured, key=lambda name: self.measured[name].seconds)
+        return self.fastest(list(self.predicted))
+
+    def fastest(self, names: Sequence[str]) -> str:
+        """Of these."""
+        return min(names, key=lambda name: self.measured[name].seconds)
+
+    @property
+    def rivals(self) -> dict[str, str]:
+        """Peers' layouts by whose they are: of micro-batches and sharded optimizers the one that was measured fastest.
+
+        # Megatron-LM (Narayanan et al. 2021, takeaways 1 and 2): no more model parallelism than memory asks for; tensor
+        #   parallel inside a server, then pipeline across.
+        """
+        ranks, inside = self.case.ranks, self.case.ranks // 2
+        starts = {
+            "Megatron's rule, the model fits": f"pp1 dp{ranks} tp1 of 1 ",
+            "Megatron's rule, TP in the host, PP across": f"pp2 dp1 tp{inside} of {inside} ",
+        }
+        found = {}
+        for peer, start in starts.items():
+            alike = [name for name in self.predicted if name.startswith(start) and "full" not in name]
+            found[peer] = self.fastest(alike)
+        return {**found, GALVATRON: GALVATRON, **{_torch_name(kind): _torch_name(kind) for kind in TORCH[ranks]}}
 
     @property
     def regret(self) -> float:
@@ -96,12 +124,21 @@ def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = N
             plan = plan_of(shape, MODEL, profile.cluster, training)
             plans[shape.name] = plan.with_results(predicted=price(plan, costs))
         plans[CHOSEN] = chosen_plan(folder, str(model_file), batch=BATCH, seq_len=SEQ_LEN)
+        plans[GALVATRON] = chosen_plan(folder, str(model_file), batch=BATCH, seq_len=SEQ_LEN, freedom="uniform")
+        predicted = {name: step_seconds(plan) for name, plan in plans.items()}
+        # These have only the sizes and the model of their plan.
+        torch = {_torch_name(kind): kind for kind in TORCH[case.ranks]}
+        plans.update(dict.fromkeys(torch, plans[CHOSEN]))
         with progress.count(f"{case.name}: {len(plans)} plans", num_turns * len(plans)) as advance:
-            measured = take_turns(hosts, folder, plans, advance=advance, num_turns=num_turns)
-    predicted, activation_errors = {}, {}
-    for name, plan in plans.items():
-        assert plan.predicted is not None
-        predicted[name] = plan.predicted.step_time_seconds
-        kept = measured[name].activation_bytes[plan.predicted.peak_memory_rank]
-        activation_errors[name] = plan.predicted.peak_memory_terms.activations / kept - 1
+            measured = take_turns(hosts, folder, plans, advance=advance, num_turns=num_turns, torch=torch)
+    activation_errors = {}
+    for name in predicted:
+        foreseen = plans[name].predicted
+        assert foreseen is not None
+        kept = measured[name].activation_bytes[foreseen.peak_memory_rank]
+        activation_errors[name] = foreseen.peak_memory_terms.activations / kept - 1
     return Agreement(case, predicted, measured, activation_errors)
+
+
+def _torch_name(kind: str) -> str:
+    return f"torch's own {kind}"

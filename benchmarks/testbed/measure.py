@@ -29,7 +29,7 @@ class Measured:
     p10: float
     p90: float
     turns: int
-    activation_bytes: tuple[int, ...]  # kept for backward at the peak, by rank
+    activation_bytes: tuple[int, ...]  # kept for backward at the peak, by rank; none known of torch's pieces
 
 
 def profile_of(hosts: Running, folder: Path, *, model: str, seq_len: int) -> Profile:
@@ -72,6 +72,12 @@ def chosen_plan(
     )
 
 
+def step_seconds(plan: Plan) -> float:
+    """Predicted, of one step."""
+    assert plan.predicted is not None
+    return plan.predicted.step_time_seconds
+
+
 def take_turns(
     hosts: Running,
     folder: Path,
@@ -80,16 +86,20 @@ def take_turns(
     advance: Callable[[int], None],
     num_turns: int = NUM_TURNS,
     shares: Mapping[str, Sequence[float]] | None = None,
+    torch: Mapping[str, str] | None = None,
 ) -> dict[str, Measured]:
     """Run all plans in turns; `advance` is told how many turns are done.  What an earlier call did is kept.
 
     `shares`: of a core, by rank, while a plan runs; without, all ranks have the hosts' usual share.
+    `torch`: plans that torch's own pieces run, each with its kind (TP, DP, PP).
     """
     files: dict[str, Path] = {}
     for number, (name, plan) in enumerate(sorted(plans.items())):
         files[name] = folder / f"plan-{number}.json"
         plan.save(files[name])
-    job = Job(plans=files, out=folder / "turns.jsonl", num_turns=num_turns, shares=dict(shares or {}))
+    job = Job(
+        plans=files, out=folder / "turns.jsonl", num_turns=num_turns, shares=dict(shares or {}), torch=dict(torch or {})
+    )
     job.save(folder / "job.json")
 
     def poll() -> None:
@@ -113,5 +123,5 @@ def read_turns(path: Path) -> dict[str, Measured]:
     found = {}
     for name, values in turns.items():
         tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
-        found[name] = Measured(statistics.median(values), tenths[0], tenths[-1], len(values), kept[name])
+        found[name] = Measured(statistics.median(values), tenths[0], tenths[-1], len(values), kept.get(name, ()))
     return found

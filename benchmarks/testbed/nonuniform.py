@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.testbed.hosts import Bed
-from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, take_turns
+from benchmarks.testbed.measure import NUM_TURNS, Measured, chosen_plan, profile_of, step_seconds, take_turns
 from benchmarks.testbed.plans import BATCH, MODEL, SEQ_LEN, model_of
 from benchmarks.testbed.progress import Progress
 from planner.constraints import Constraints
@@ -48,19 +48,13 @@ class Outcome:
         """Share of the rival's step time that the chosen plan saves, by the cost models; None where nothing fits."""
         if rival not in self.plans:
             return None
-        return 1 - predicted_seconds(self.plans[CHOSEN]) / predicted_seconds(self.plans[rival])
+        return 1 - step_seconds(self.plans[CHOSEN]) / step_seconds(self.plans[rival])
 
     def measured_saving(self, rival: str) -> float | None:
         """On the hosts; None where nothing fits or both plans are the same."""
         if rival not in self.measured:
             return None
         return 1 - self.measured[CHOSEN].seconds / self.measured[rival].seconds
-
-
-def predicted_seconds(plan: Plan) -> float:
-    """Of one step."""
-    assert plan.predicted is not None
-    return plan.predicted.step_time_seconds
 
 
 def cases() -> list[Case]:

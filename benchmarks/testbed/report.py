@@ -46,16 +46,27 @@ def write_agreement(found: Sequence[agreement.Agreement], results: Path) -> str:
     ]
     header = ("case", "plans", "median error", "worst", "rank correlation", "regret of the choice", "measured best")
     text = heading("Predicted against measured on two hosts") + "\n" + _table(header, summary)
+    rivals = []
+    for item in found:
+        chosen = item.measured[agreement.CHOSEN]
+        for peer, name in item.rivals.items():
+            saved = 1 - chosen.seconds / item.measured[name].seconds
+            times = _spread(item.measured[name]), _spread(chosen), percent(saved, signed=True)
+            rivals.append((item.case.name, peer, "" if name == peer else name, *times))
+    text += "\nPeers' layouts for the same case, run in the same turns:\n\n"
+    text += _table(("case", "whose", "layout", "its step", "chosen", "chosen saves"), rivals)
     buffer = io.StringIO()
     rows = csv.writer(buffer, lineterminator="\n")
     rows.writerow(["case", "plan", "predicted_s", "measured_s", "p10_s", "p90_s", "turns", "error", "activation_error"])
     for item in found:
         for name, measured in sorted(item.measured.items(), key=lambda pair: pair[1].seconds):
-            numbers = (item.predicted[name], measured.seconds, measured.p10, measured.p90)
-            errors = (item.errors[name], item.activation_errors[name])
-            rows.writerow(
-                [item.case.name, name, *(f"{v:.4f}" for v in numbers), measured.turns, *(f"{v:+.3f}" for v in errors)]
-            )
+            times = (f"{v:.4f}" for v in (measured.seconds, measured.p10, measured.p90))
+            if name in item.predicted:
+                foreseen = f"{item.predicted[name]:.4f}"
+                errors = [f"{v:+.3f}" for v in (item.errors[name], item.activation_errors[name])]
+            else:
+                foreseen, errors = "", ["", ""]
+            rows.writerow([item.case.name, name, foreseen, *times, measured.turns, *errors])
     write_whole(results / "testbed-agreement.csv", buffer.getvalue())
     write_whole(results / "testbed-agreement.md", text)
     _draw_agreement(found, results / "testbed-agreement.png")

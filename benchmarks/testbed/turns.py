@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field, PositiveInt
 
+from benchmarks.against_torch import torch_step
 from benchmarks.testbed.quotas import GROUP, set_share
 from executor.device import leave
 from executor.engine import Engine
@@ -29,9 +31,13 @@ from specs.plan import Plan
 
 
 class Job(Document):
-    """Plans by name and file; how often; where the lines go; shares of a core while a plan runs, by rank."""
+    """Plans by name and file; how often; where the lines go; shares of a core while a plan runs, by rank.
+
+    `torch` names those of the plans whose layout torch's own pieces run: TP, DP or PP (benchmarks/against_torch.py).
+    """
 
     plans: dict[str, Path]
+    torch: dict[str, str] = Field(default_factory=dict)
     shares: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     out: Path
     num_turns: PositiveInt = 5
@@ -60,26 +66,25 @@ def one_turn(job: Job, plan: Plan, store: dist.Store, name: str, turn: int) -> l
     # A fresh group each turn: the sockets and threads of the plan before are gone.
     prefix = dist.PrefixStore(f"{turn}/{name}", store)
     dist.init_process_group("gloo", store=prefix, rank=rank, world_size=plan.world_size, timeout=timedelta(minutes=10))
-    options = OptimizerOptions(learning_rate=1e-5, num_steps=10**6)
-    engine = Engine(plan, options, device=torch.device("cpu"), seed=0)
     shape = (plan.training.global_batch, plan.training.seq_len + 1)
     tokens = torch.randint(plan.model.vocab, shape, generator=torch.Generator().manual_seed(0))
-    timed = []
+    train, engine = _step_of(job, plan, name, tokens)
+    timed, activations = [], None
     for step in range(1, job.num_warm_up_steps + job.num_steps + 1):
         dist.barrier()
         begin = time.perf_counter()
-        if step == 1 and turn == 0:
+        if engine is not None and step == 1 and turn == 0:
             with saved_tensor_bytes(static_tensors(engine)) as saved:
-                engine.step(step, lambda first, count: tokens[first : first + count])
+                train(step)
             activations = saved.peak_bytes
         else:
-            engine.step(step, lambda first, count: tokens[first : first + count])
+            train(step)
         slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if step > job.num_warm_up_steps:
             timed.append(float(slowest))
     line: dict[str, object] = {"plan": name, "turn": turn, "seconds": timed}
-    if turn == 0:
+    if activations is not None:
         kept: list[int] = [0] * plan.world_size
         dist.all_gather_object(kept, activations)
         line["activation_bytes"] = kept
@@ -89,6 +94,17 @@ def one_turn(job: Job, plan: Plan, store: dist.Store, name: str, turn: int) -> l
         with job.out.open("a") as out:
             out.write(json.dumps(line) + "\n")
     return timed
+
+
+def _step_of(job: Job, plan: Plan, name: str, tokens: torch.Tensor) -> tuple[Callable[[int], object], Engine | None]:
+    """What trains the step of a number, by the executor or by torch's pieces."""
+    if name in job.torch:
+        rank, batch = int(os.environ["RANK"]), plan.training.global_batch
+        step = torch_step(job.torch[name], rank, plan.world_size, spec=plan.model, batch=batch)
+        return lambda _: step(tokens), None
+    options = OptimizerOptions(learning_rate=1e-5, num_steps=10**6)
+    engine = Engine(plan, options, device=torch.device("cpu"), seed=0)
+    return lambda number: engine.step(number, lambda first, count: tokens[first : first + count]), engine
 
 
 def main() -> None:
