@@ -58,14 +58,10 @@ class DeviceCosts:
     """A `CostModel` over datasheets and published curves, for one cluster, precision and software stack."""
 
     def __init__(self, cluster: ClusterSpec, training: TrainingSpec, stack_name: str) -> None:
-        """Raises `BadInputError` for a device without shipped data or without the precision, or unlike devices."""
-        names = sorted({group.device for group in cluster.nodes})
-        if len(names) > 1:
-            raise BadInputError(
-                f"cluster {cluster.name} has unlike devices ({', '.join(names)}); estimates from shipped data need one "
-                "kind. Profile the cluster (plait profile) and pass --profile."
-            )
-        self._device: Device = cluster.devices[names[0]]
+        """Raises `BadInputError` for a device without shipped data or without the precision, or for unlike devices
+        whose speeds the cluster does not say.
+        """
+        self._device: Device = cluster.devices[_reference(cluster)]
         known = efficiencies()
         if self._device.name not in known:
             raise BadInputError(
@@ -232,3 +228,25 @@ class DeviceCosts:
     def exposed_gradient_sync(self, seconds: float, backward_seconds: float, *, sharded: bool = False) -> float:
         """What the stack's overlap with one backward pass leaves."""
         return self._stack.exposed(seconds, backward_seconds, sharded=sharded)
+
+
+def _reference(cluster: ClusterSpec) -> str:
+    """The kind of device that the ranks' speeds are relative to: the only one with ranks at full speed.  Missing ranks
+    count, for they were there when the speeds were found.
+    """
+    kinds = sorted({group.device for group in cluster.nodes})
+    if len(kinds) == 1:
+        return kinds[0]
+    first, full = 0, set()
+    for group in cluster.nodes:
+        stop = first + group.count * group.devices_per_node
+        if any(cluster.slow.get(rank, 1.0) >= 1.0 for rank in range(first, stop)):
+            full.add(group.device)
+        first = stop
+    if len(full) != 1:
+        raise BadInputError(
+            f"cluster {cluster.name} has unlike devices ({', '.join(kinds)}), and `slow` does not say how fast they "
+            f"are beside each other: ranks of {len(full)} kinds stand at full speed, there must be one. Give every "
+            "rank of the slower kinds its speed, or profile the cluster (plait profile) and pass --profile."
+        )
+    return full.pop()

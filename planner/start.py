@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cost_models.interface import CostModel
 from cost_models.sources import device_costs, measured_costs, survivors_costs
+from cost_models.speeds import with_speeds
 from cost_models.step import price
 from planner.constraints import Constraints
 from planner.contingency import contingencies
@@ -95,7 +96,9 @@ def start_plan(
         global_batch=global_batch, seq_len=seq_len, precision=precision or _usual_precision(machine)
     )
     inputs = {"model": spec.sha256(), "cluster": machine.sha256()}
-    if profile is not None:
+    if profile is None:
+        machine = with_speeds(machine, spec, training)
+    else:
         inputs["profile"] = profile.sha256()
     problem = Problem(
         model=spec,

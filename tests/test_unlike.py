@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cost_models.sources import device_costs
+from cost_models.speeds import with_speeds
 from cost_models.step import price
 from planner.make import make_plan
 from planner.problem import Problem
 from planner.unlike import adapt, proportional_cuts, replace_parts
+from specs.cluster import ClusterSpec
+from specs.errors import BadInputError
 from specs.model import num_units
 from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
 from specs.presets import load_cluster, load_model
@@ -126,12 +129,29 @@ def test_equal_ranks_change_nothing():
     assert found.changes == ()
 
 
-@pytest.mark.parametrize(("slow", "least"), [({3: 0.8, 12: 0.7}, 0.10), (dict.fromkeys(range(8), 0.5), 0.15)])
-def test_the_rung_pays_on_a_real_model(slow, least):
-    """Two slow GPUs of 16, and a node of a type half as fast beside a faster one."""
-    machine = load_cluster("h100x16").model_copy(update={"slow": slow})
-    training = TrainingSpec(global_batch=128, seq_len=8192)
-    problem = Problem(load_model("llama-3-8b"), machine, training, MADE)
+def beside_each_other(*names: str) -> ClusterSpec:
+    """One node of each shipped machine."""
+    machines = [load_cluster(name) for name in names]
+    devices = {kind: device for machine in machines for kind, device in machine.devices.items()}
+    links = load_cluster("h100x16").links
+    nodes = tuple(machine.nodes[0] for machine in machines)
+    return ClusterSpec(name="mixed", devices=devices, nodes=nodes, links=links)
+
+
+@pytest.mark.parametrize(("unlike", "least"), [({3: 0.8, 12: 0.7}, 0.10), ("another type", 0.15)])
+def test_the_rung_pays_on_a_real_model(unlike, least):
+    """Two slow GPUs of 16, and a node of H100 beside one of A100."""
+    model, training = load_model("llama-3-8b"), TrainingSpec(global_batch=128, seq_len=8192)
+    if unlike == "another type":
+        mixed = beside_each_other("a100x8", "h100x8")
+        with pytest.raises(BadInputError, match=r"unlike devices .*ranks of 2 kinds stand at full speed"):
+            device_costs(mixed, training)
+        machine = with_speeds(mixed, model, training)
+        assert set(machine.slow) == set(range(8)), "the A100 come first, and are the slower ones"
+        assert all(0.3 < speed < 0.6 for speed in machine.slow.values())
+    else:
+        machine = load_cluster("h100x16").model_copy(update={"slow": unlike})
+    problem = Problem(model, machine, training, MADE)
     plan = make_plan(problem, device_costs, objective="step-time", freedom="modules")
     rung = plan.ladder[-1]
     assert rung.freedom == "+ unlike devices"
