@@ -27,8 +27,8 @@ def check_model(model: ModelSpec) -> None:
 
 def check(shape: Shape, model: ModelSpec) -> None:
     """Raise `BadInputError` unless Megatron-LM can cut this model in this shape."""
-    if shape.zero > 1:
-        raise BadInputError(f"Megatron-LM's distributed optimizer is ZeRO level 1, the plan has {shape.zero}")
+    if shape.zero > 1 and shape.pipeline > 1:
+        raise BadInputError(f"ZeRO level {shape.zero} is written for one pipeline stage, the plan has {shape.pipeline}")
     if shape.schedule not in ("1f1b", "interleaved"):
         raise BadInputError(f"Megatron-LM has the schedules 1f1b and interleaved, the plan has {shape.schedule}")
     if shape.virtual > 1 and shape.num_micro_batches % shape.pipeline:
@@ -97,8 +97,16 @@ def arguments(plan: Plan, shape: Shape) -> Arguments:
     ]
     if shape.data > 1:
         found.append(("--overlap-grad-reduce",))
-    if shape.zero == 1:
+    if shape.zero:
         found += [("--use-distributed-optimizer",), *([("--overlap-param-gather",)] if shape.data > 1 else [])]
+    if shape.zero > 1:
+        # Megatron-FSDP, with what its guide requires.  [Megatron-LM, docs: Megatron-FSDP quick start]
+        found += [
+            ("--use-megatron-fsdp",),
+            ("--data-parallel-sharding-strategy", "optim_grads" if shape.zero == 2 else "optim_grads_params"),
+            ("--no-gradient-accumulation-fusion",),
+            ("--ckpt-format", "fsdp_dtensor"),
+        ]
     if plan.training.precision != "fp32":
         found.append(("--bf16",))
     if plan.training.precision == "fp8":
@@ -134,6 +142,7 @@ def write(plan: Plan, shape: Shape) -> str:
         "#   source THIS_FILE",
         f"#   torchrun --nnodes {nodes} --nproc-per-node {plan.world_size // nodes} ... "
         'pretrain_gpt.py "${PLAIT_ARGS[@]}" ...',
+        *(["unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses the 1"] if shape.zero > 1 else []),
         "PLAIT_ARGS=(",
         *(f"    {shlex.join(words)}" for words in arguments(plan, shape)),
         ")",

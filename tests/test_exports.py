@@ -221,7 +221,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         layers=tuple(layers),
         virtual=virtual,
         schedule="interleaved" if virtual > 1 else draw(st.sampled_from(["1f1b", "gpipe"])),
-        zero=draw(st.sampled_from([0, 1])),
+        zero=draw(st.sampled_from([0, 1] if stages > 1 or data == 1 else [0, 1, 2, 3])),
         order=draw(st.sampled_from(["stage", "replica"])) if stages > 1 and data > 1 else "stage",
         attention=draw(modes),
         feed_forward=draw(modes),
@@ -258,7 +258,10 @@ def test_what_megatron_is_told_is_the_shape(shape: Shape) -> None:
     assert layers == shape.layers
     assert int(options["--micro-batch-size"][0]) == shape.micro_batch
     assert int(options["--global-batch-size"][0]) == plan.training.global_batch
-    assert ("--use-distributed-optimizer" in options) == (shape.zero == 1)
+    assert ("--use-distributed-optimizer" in options) == (shape.zero > 0)
+    sharded = options.get("--data-parallel-sharding-strategy", ("optim",))[0]
+    assert sharded == ("optim", "optim", "optim_grads", "optim_grads_params")[shape.zero]
+    assert ("--use-megatron-fsdp" in options) == (shape.zero > 1)
     assert ("--use-tp-pp-dp-mapping" in options) == (shape.order == "replica")
 
 
@@ -330,6 +333,7 @@ def _memory(plan: Plan) -> int:
 
 REFUSED = [
     ({"schedule": "gpipe"}, MEGATRON, "the plan has gpipe"),
+    ({"zero": 2}, MEGATRON, "ZeRO level 2 is written for one pipeline stage"),
     ({"tensor": 8, "data": 1}, MEGATRON, ""),
     ({"attention": "full", "feed_forward": "none"}, MEGATRON, "the plan recomputes attention in full"),
     ({"order": "replica"}, TORCHTITAN, "numbers ranks stage by stage"),
