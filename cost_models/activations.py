@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from cost_models.context import key_tokens, piece_sums
 from cost_models.dispatch import dispatched_tokens
 from cost_models.flops import local_kv_heads, routed_tokens
 from cost_models.share import Share
@@ -25,7 +26,7 @@ TOKEN_ID_BYTES = 8
 def activation_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
     """Bytes kept from forward to backward of one micro-batch on one rank.
 
-    # attention  a (n c h + T (2 q + 2 k) d) + 4 T q       mlp        a (n c h + (3 | 2) T f)
+    # attention  a (n c h + (2 T q + 2 K k) d) + 4 T q       mlp        a (n c h + (3 | 2) T f)
     # head       a (n c h + v h)                           embedding  8 T       moe  `_moe_bytes`
     # full recompute: a c h (head: + 8 T).  selective: attention without its output and log-sum-exp, mlp without
     #   its product.  A norm of a module's output keeps that: a c h
@@ -86,21 +87,25 @@ def _moe_bytes(module: Moe, share: Share, size: int, selective: bool) -> int:
 def _attention_bytes(module: Attention, share: Share, precision: Precision, selective: bool) -> int:
     """What attention keeps between its two projections.
 
+    # K tokens whose keys and values the rank has: T, or s where blocks share a sequence.  In several pieces the output
+    #   once more as a whole, a T q d.
     # with a cap on scores, which no fused kernel takes: queries, the keys and values of each query head, the output,
-    #   and the scores after the cap and as probabilities: a 4 T q d + T q s (a + 4, and a beside fp32) + s^2
-    # with a window: the mask as the kernel wants it, a s^2
+    #   and the scores after the cap and as probabilities: 2 a (T + M) q d + q N (a + 4, and a beside fp32)
+    #   M keys and N pairs of a query and a key, each in every piece
     """
-    size, tokens, seq_len = ACTIVATION_BYTES[precision], share.block_tokens, share.seq_len
+    size, tokens = ACTIVATION_BYTES[precision], share.block_tokens
     queries, kv_heads = share.units.size, local_kv_heads(module, share.units)
     if selective:
         return size * tokens * (queries + 2 * kv_heads) * module.head_dim
+    sums, keys = piece_sums(module, share), key_tokens(share)
     normed = queries + kv_heads if module.qk_norm else 0
     if module.score_cap is not None:
-        scores = tokens * queries * seq_len * (size + 4 + (size if size < 4 else 0))
-        return size * tokens * (4 * queries + normed) * module.head_dim + scores + seq_len**2
-    heads = 2 * queries + 2 * (kv_heads if _whole_kv_groups(module, share.units) else queries) + normed
-    mask = size * seq_len**2 if module.window is not None and module.window < seq_len else 0
-    return size * tokens * heads * module.head_dim + LOG_SUM_EXP_BYTES * tokens * queries + mask
+        scores = queries * sums.pairs * (size + 4 + (size if size < 4 else 0))
+        return size * (tokens * (2 * queries + normed) + 2 * queries * sums.keys) * module.head_dim + scores
+    held = kv_heads if _whole_kv_groups(module, share.units) else queries
+    outputs = 2 if sums.pieces > 1 else 1
+    heads = tokens * ((1 + outputs) * queries + normed) + keys * 2 * held
+    return size * heads * module.head_dim + LOG_SUM_EXP_BYTES * tokens * queries
 
 
 def _latent_attention_bytes(module: LatentAttention, share: Share, precision: Precision, selective: bool) -> int:

@@ -61,7 +61,7 @@ def matrix_flop(module: Module, block_tokens: int, units: Interval) -> float:
             return 2.0 * block_tokens * hidden * units.size
 
 
-def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval, *, causal: bool = True) -> float:
+def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval) -> float:
     """Forward products of attention without weights (scores, and scores times values), one rank.
 
     # 2 x tokens x s x (key + value width) x heads, halved by the causal mask; a window w < s leaves s w - w^2 / 2 pairs
@@ -75,7 +75,7 @@ def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval,
             width, window = module.key_dim + module.value_dim, seq_len
         case _:
             return 0.0
-    pairs_per_token = window - window * window / (2.0 * seq_len) if causal else float(seq_len)
+    pairs_per_token = window - window * window / (2.0 * seq_len)
     return 2.0 * block_tokens * pairs_per_token * width * units.size
 
 
@@ -95,6 +95,6 @@ def weight_gradient_share(
     return products / (2.0 * products + ATTENTION_BACKWARD_RATIO * scores + again)
 
 
-def forward_flop(module: Module, *, block_tokens: int, seq_len: int, units: Interval, causal: bool = True) -> float:
+def forward_flop(module: Module, *, block_tokens: int, seq_len: int, units: Interval) -> float:
     """All counted operations of a forward pass on a rank that holds `units` of a block with `block_tokens` tokens."""
-    return matrix_flop(module, block_tokens, units) + score_flop(module, block_tokens, seq_len, units, causal=causal)
+    return matrix_flop(module, block_tokens, units) + score_flop(module, block_tokens, seq_len, units)

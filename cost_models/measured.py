@@ -108,6 +108,8 @@ class MeasuredCosts:
             )
         tokens = [float(timing.block_tokens) for timing in timings]
         low, high = tokens[0] / MAX_EXTRAPOLATION, tokens[-1] * MAX_EXTRAPOLATION
+        if block_tokens < seq_len:  # balanced slices of a sequence are that part of its work
+            low = 0.0
         if not low <= block_tokens <= high:
             raise BadInputError(
                 f"{module.kind} at degree {degree}: a block of {block_tokens} tokens was not measured, the profile has "

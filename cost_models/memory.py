@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes, deferred_bytes
 from cost_models.buckets import BUCKET_ELEMENTS, Holdings, Member
+from cost_models.context import mask_elements
 from cost_models.flops import largest_units
 from cost_models.share import Share
 from cost_models.working import working_bytes
@@ -132,8 +133,10 @@ def module_groups(run: Iterable[ModulePlacement], chain: Mapping[str, Module]) -
     return list(groups.values())
 
 
-def share_of(placement: ModulePlacement, module: Module, rank: int, chunk_cuts: Cuts, seq_len: int) -> Share:
-    """A stage's rank seen from one of its modules."""
+def share_of(
+    placement: ModulePlacement, module: Module, rank: int, chunk_cuts: Cuts, seq_len: int, context: int
+) -> Share:
+    """A stage's rank seen from one of its modules; `context`: the pipeline's degree of context parallelism."""
     block, _ = block_of(placement.blocks, rank)
     start, stop = block_starts(placement.blocks)[block : block + 2]
     return Share(
@@ -142,6 +145,8 @@ def share_of(placement: ModulePlacement, module: Module, rank: int, chunk_cuts: 
         block_tokens=chunk_cuts[stop] - chunk_cuts[start],
         units=placement.units_of(rank, module),
         seq_len=seq_len,
+        context=context,
+        first_token=chunk_cuts[start] % seq_len,
     )
 
 
@@ -185,16 +190,20 @@ class PlanMemory:
     def _rank(
         self, member: Member, runs: Sequence[Sequence[ModuleGroup]], cuts: Cuts, moments: Sequence[Held]
     ) -> MemoryTerms:
-        precision = self._plan.training.precision
+        precision, context = self._plan.training.precision, self._plan.pipelines[member[0]].context_parallel
+        masks: dict[tuple[int | None, bool], int] = {}
         kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
         bucket, gathered = BUCKET_ELEMENTS, 0
         for virtual, groups in enumerate(runs):
             for group in groups:
-                share = share_of(group.placement, group.module, member[2], cuts, self._plan.training.seq_len)
+                share = share_of(group.placement, group.module, member[2], cuts, self._plan.training.seq_len, context)
                 recompute = group.placement.recompute
                 kept[virtual] += group.count * activation_bytes(group.module, share, precision, recompute)
                 deferred[virtual] += group.count * deferred_bytes(group.module, share, precision)
                 working = max(working, working_bytes(group.module, share, precision, recompute))
+                if isinstance(group.module, Attention):
+                    kind = (group.module.window, group.module.score_cap is not None)
+                    masks[kind] = max(masks.get(kind, 0), mask_elements(group.module, share))
                 matrices = matrix_elements(group.module, share.units)
                 bucket = max(bucket, *matrices)
                 gathered = max(gathered, sum(matrices) if group.placement.zero == 3 else 0)
@@ -215,7 +224,7 @@ class PlanMemory:
             gradients=round(self._gradients[member] * GRADIENT_BYTES),
             optimizer=round(self.owned[member] * _state_bytes(precision)),
             activations=activations,
-            working=working,
+            working=working + ACTIVATION_BYTES[precision] * sum(masks.values()),
             communication=sharding + 2 * edges * chunk,
             reserved=self._reserved_bytes,
         )

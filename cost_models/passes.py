@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from cost_models.activations import ACTIVATION_BYTES
+from cost_models.context import with_exchange
 from cost_models.flops import largest_units, local_kv_heads, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ModuleGroup, module_groups, share_of
@@ -15,7 +16,7 @@ from cost_models.sharding import MicroBatchSeconds
 from cost_models.topology import ReplicaClass, Topology
 from specs.layout import Cuts, block_of, block_starts
 from specs.model import Attention, Module
-from specs.plan import Plan
+from specs.plan import Pipeline, Plan, Stage
 from specs.schedule import Actions
 
 
@@ -161,7 +162,7 @@ def _virtual_stage_pass(
     forward = backward = weight = mean_forward = mean_backward = variance = 0.0
     estimated = splits
     for group in module_groups(run, chain):
-        by_rank = _rank_costs(plan, costs, topology, group, ranks, cuts)
+        by_rank = _rank_costs(plan, costs, topology, group, ranks, stage, pipeline)
         computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
         forward += group.count * max(
             f + c.forward_communication_seconds for (f, _), c in zip(computing, by_rank, strict=True)
@@ -171,7 +172,7 @@ def _virtual_stage_pass(
         )
         if splits:
             weight += group.count * max(
-                _weight_seconds(plan, group, rank, cuts, b, c.backward_communication_seconds)
+                _weight_seconds(plan, group, rank, cuts, pipeline, b, c.backward_communication_seconds)
                 for rank, ((_, b), c) in enumerate(zip(computing, by_rank, strict=True))
             )
         mean_forward += group.count * sum(f for f, _ in computing) / len(ranks)
@@ -196,10 +197,10 @@ def _virtual_stage_pass(
 
 
 def _weight_seconds(
-    plan: Plan, group: ModuleGroup, rank: int, cuts: Cuts, computing: float, communication: float
+    plan: Plan, group: ModuleGroup, rank: int, cuts: Cuts, pipeline: Pipeline, computing: float, communication: float
 ) -> float:
     """The part of a module's backward pass that a split one does later."""
-    share = share_of(group.placement, group.module, rank, cuts, plan.training.seq_len)
+    share = share_of(group.placement, group.module, rank, cuts, plan.training.seq_len, pipeline.context_parallel)
     part = weight_gradient_share(
         group.module,
         block_tokens=share.block_tokens,
@@ -211,30 +212,46 @@ def _weight_seconds(
 
 
 def _rank_costs(
-    plan: Plan, costs: CostModel, topology: Topology, group: ModuleGroup, ranks: Sequence[int], cuts: Cuts
+    plan: Plan,
+    costs: CostModel,
+    topology: Topology,
+    group: ModuleGroup,
+    ranks: Sequence[int],
+    stage: Stage,
+    pipeline: Pipeline,
 ) -> list[ModuleCost]:
     """Cost of a module on each rank of a stage; equal shares are asked for once."""
-    placement, module = group.placement, group.module
+    placement, module, seq_len = group.placement, group.module, plan.training.seq_len
+    cuts = stage.chunk_cuts(pipeline.micro_batch * seq_len)
     starts = block_starts(placement.blocks)
     levels = [topology.span(ranks[a:b]).level for a, b in pairwise(starts)]
+    sharing = {
+        block: topology.span(tuple(ranks[starts[other]] for other in blocks))
+        for blocks in (stage.sharing_blocks(placement, cuts[-1], seq_len) if isinstance(module, Attention) else ())
+        for block in blocks
+    }
     known: dict[tuple[object, ...], ModuleCost] = {}
     result = []
     for rank in range(len(ranks)):
-        share = share_of(placement, module, rank, cuts, plan.training.seq_len)
-        level = levels[block_of(placement.blocks, rank)[0]]
+        share = share_of(placement, module, rank, cuts, seq_len, pipeline.context_parallel)
+        block, _ = block_of(placement.blocks, rank)
         kv_heads = local_kv_heads(module, share.units) if isinstance(module, Attention) else 0
-        key = (share.degree, share.block_tokens, share.units.size, kv_heads, level)
+        key = (share.degree, share.block_tokens, share.units.size, kv_heads, levels[block], sharing.get(block))
         if key not in known:
             largest = share.units.size == largest_units(module, share.degree).size
-            known[key] = costs.module(
+            cost = costs.module(
                 module,
                 degree=share.degree,
                 block_tokens=share.block_tokens,
-                seq_len=plan.training.seq_len,
+                seq_len=seq_len,
                 recompute=placement.recompute,
-                level=level,
+                level=levels[block],
                 units=None if largest else share.units,
             )
+            if block in sharing:
+                size = ACTIVATION_BYTES[plan.training.precision]
+                cost = with_exchange(cost, costs, module, share, sharing[block], size, placement.recompute)
+            known[key] = cost
         result.append(known[key])
     return result
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from cost_models.activations import ACTIVATION_BYTES
 from cost_models.buckets import Bucket, holdings
+from cost_models.context import executed_score_flop, gathered_width
 from cost_models.dispatch import exchange_bytes
-from cost_models.flops import matrix_flop, score_flop
+from cost_models.flops import matrix_flop
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES, PlanMemory, share_of
 from cost_models.share import Share
 from specs.cluster import CollectiveOp
@@ -25,7 +26,8 @@ from specs.plan import Plan, Recompute
 
 @dataclass(frozen=True)
 class RankWork:
-    """One rank, one step.  Bytes held by kind; floating-point operations, attention over all pairs, masked ones too;
+    """One rank, one step.  Bytes held by kind; floating-point operations, attention over all pairs of
+    its pieces, masked ones too;
     bytes sent by operation.
     """
 
@@ -105,10 +107,16 @@ class PlanWork:
         flop, sent = 0.0, defaultdict[CollectiveOp, float](float)
         for placement in pipeline.stages[seat.stage].modules:
             module = self._chain[placement.module]
-            share = share_of(placement, module, seat.position, cuts, plan.training.seq_len)
+            share = share_of(placement, module, seat.position, cuts, plan.training.seq_len, pipeline.context_parallel)
             flop += m * _flop(module, share, placement.recompute)
             for op, num_bytes in _block_sends(module, share, placement.recompute, size):
                 sent[op] += m * num_bytes
+            if isinstance(module, Attention):
+                blocks = pipeline.stages[seat.stage].sharing_blocks(placement, cuts[-1], plan.training.seq_len)
+                own = block_of(placement.blocks, seat.position)[0]
+                others = next(len(group) for group in blocks if own in group) - 1
+                for op, num_bytes in _context_sends(module, share, placement.recompute, size, others):
+                    sent[op] += m * num_bytes
         chunk = size * interval_of(cuts, seat.position).size * plan.model.hidden
         sent["point_to_point"] += m * _edges(len(pipeline.stages), pipeline.num_virtual, seat.stage) * chunk
         member = (replica.pipeline, seat.stage, seat.position)
@@ -147,7 +155,7 @@ def _flop(module: Module, share: Share, recompute: Recompute) -> float:
     #   it is recomputed.  torch counts nothing for an embedding.
     """
     products = matrix_flop(module, share.block_tokens, share.units)
-    scores = score_flop(module, share.block_tokens, share.seq_len, share.units, causal=False)
+    scores = executed_score_flop(module, share)
     backward = 2.0 if isinstance(module, Attention) and module.score_cap is not None else 2.5
     once = 3.0 * products + (1.0 + backward) * scores
     if recompute == "full":
@@ -186,6 +194,17 @@ def _block_sends(module: Module, share: Share, recompute: Recompute, size: int) 
         case _:
             raise ValueError(f"what a block of {module.kind} sends is not counted")
     yield from passes
+
+
+def _context_sends(module: Attention, share: Share, recompute: Recompute, size: int, others: int) -> Iterator[Sent]:
+    """What a rank sends to `others` that share its sequence: keys and values, and the sums of their gradients.
+
+    # a gather sends others T 2 k d a, once more where attention is recomputed; a scatter (s - T) 2 k d a
+    """
+    token = gathered_width(module, share) * size
+    if token:
+        yield "all_gather", others * share.block_tokens * token * (1 if recompute == "none" else 2)
+        yield "reduce_scatter", (share.seq_len - share.block_tokens) * token
 
 
 def _sync_sends(bucket: Bucket, owners: int, weight_bytes: int, m: int, rounds: int) -> Iterator[Sent]:

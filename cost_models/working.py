@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes
+from cost_models.context import key_tokens, piece_sums
 from cost_models.dispatch import EXPERT_NUMBER_BYTES, dispatched_tokens
 from cost_models.flops import gathered_width, local_kv_heads, routed_tokens
 from cost_models.share import Share
@@ -97,27 +98,36 @@ def _attention(module: Attention, share: Share, precision: Precision, *, selecti
     """As `_mlp`, with q heads of queries and k of keys and values in place of columns:
 
     # output product   T h + (T + h) q d
-    # scores           gradients of the output, the queries, the keys and values  T (2 q + 2 k) d; with a cap two of the
-    #                  scores' in fp32 less output and values: 8 T q s
+    # scores           gradients of the output, the queries, the keys and values  (2 T q + 2 K k) d; in several pieces
+    #                  also those of the largest one's; with a cap two of its scores' in fp32 less output and values,
+    #                  8 N q
     # projections      T h (+ c h) + h (q + 2 k) d, less T q d
     # norm of the output, where there is one: 4 c h more
     # selective: T h and the output, normalised (twice) and rotated queries, keys and values again beside the scores'
     #   gradients; with a cap all that is not kept, and the scores once more
+    #   K tokens whose keys and values the rank has, N pairs of the largest piece
     """
     size, tokens = ACTIVATION_BYTES[precision], share.block_tokens
     chunk, gathered, own = _tokens(module.hidden, share)
     queries = share.units.size * module.head_dim
     keys = local_kv_heads(module, share.units) * module.head_dim
-    scores = size * tokens * (2 * queries + 2 * keys)
+    sums, held = piece_sums(module, share), key_tokens(share)
+    scores = size * (2 * tokens * queries + 2 * held * keys)
+    if sums.pieces > 1:
+        scores += size * 2 * sums.most_keys * keys
     if module.score_cap is not None:
-        scores = 8 * tokens * share.units.size * share.seq_len - 2 * size * tokens * queries
+        scores = 8 * share.units.size * sums.most_pairs - 2 * size * tokens * queries
+        if sums.pieces > 1:
+            scores += 2 * size * (tokens + held) * queries
     if selective and module.score_cap is not None:
         whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", "selective"))
-        scores += size * gathered + whole - kept + size * tokens * share.units.size * share.seq_len
+        scores += size * gathered + whole - kept + size * share.units.size * sums.most_pairs
     elif selective:
         rotated = queries + 2 * keys if module.rope_theta is not None else 0
         normed = queries + keys if module.qk_norm else 0
         scores += size * (gathered + tokens * (queries + rotated + 2 * normed))
+        if held > tokens:
+            scores += size * 2 * held * keys
     output = 0 if selective else gathered + (tokens + module.hidden) * queries
     projections = own + module.hidden * (queries + 2 * keys) - tokens * queries
     after = 4 * chunk if module.post_norm else 0

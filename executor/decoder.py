@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from executor.attention import AttentionModule
 from executor.buckets import Read
 from executor.clock import Clock
 from executor.collectives import Block
 from executor.groups import Groups
 from executor.layout import Channel, Layout, ModuleLayout
-from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule
+from executor.modules import BlockModule, EmbeddingModule, HeadModule
 from executor.moe import MoeModule
 from executor.stage import build_module
 from specs.layout import Interval
@@ -132,13 +133,10 @@ class Decoder:
         return None
 
     def _attention(self, module: AttentionModule, x: Tensor, first: int) -> Tensor:
-        count = x.shape[0]
-        query, key, value = module.heads(
-            *module.project(x), *module.qk_norms(), first=first, seq_len=count, table_len=self._max_tokens
-        )
+        positions = (Interval(first, first + x.shape[0]),)
+        query, key, value = module.heads(*module.project(x), *module.qk_norms(), positions=positions)
         key, value = self._caches[module].append(key, value, first)
-        mask = module.allowed(Interval(first, first + count), Interval(0, first + count))
-        y = module.attend(query, key, value, mask) @ module.output
+        y = module.attend(query, key, value) @ module.output
         return module.finish(x, module.block.reduce_scatter(y), "output_bias")
 
     def choose(self, logits: Tensor | None, *, temperature: float, generator: torch.Generator, num_ids: int) -> int:

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cost_models.rank_work import RankWork
+from executor.attention import forget_tables
 from executor.clock import Clock
 from executor.engine import Engine
-from executor.memory import LiveStorages, static_tensors
-from executor.modules import rope_table
+from executor.memory import LiveStorages, attention_masks, static_tensors
 from specs.cluster import CollectiveOp
 from specs.options import OptimizerOptions
 from specs.plan import Plan
@@ -146,7 +146,7 @@ class _Watch(Clock):
 
 def dry_run(plan: Plan, process: int) -> RankWork:
     """Play one step of one process of a plan.  No other process group may exist."""
-    rope_table.cache_clear()
+    forget_tables()
     uncounted = {
         torch.ops.aten.addmm_: _added_product_flop,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
@@ -158,7 +158,7 @@ def dry_run(plan: Plan, process: int) -> RankWork:
         engine = _WithoutValues(plan, OptimizerOptions(num_steps=1), device=device, seed=0, clock=watch)
         sent.clear()
         live = LiveStorages()
-        for tensor in static_tensors(engine):
+        for tensor in static_tensors(engine) + attention_masks(engine):
             live.ignore(tensor.untyped_storage())
         watch.live = live
         with live, FlopCounterMode(display=False, custom_mapping=uncounted) as flops:
@@ -175,7 +175,7 @@ def dry_run(plan: Plan, process: int) -> RankWork:
             flop=float(flops.get_total_flops()),
             sent_bytes=dict(sent),
         )
-    rope_table.cache_clear()
+    forget_tables()
     return work
 
 

@@ -14,7 +14,7 @@ from executor.clock import Clock
 from executor.gathered import release
 from executor.groups import Groups
 from executor.layout import Layout, ModuleLayout, tensor_holdings
-from executor.modules import BlockModule, HeadModule
+from executor.modules import BlockModule, HeadModule, token_order
 from executor.moe import MoeModule
 from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
@@ -99,6 +99,7 @@ class Engine:
             build_module(
                 module,
                 self.groups.block(module, self.clock, weight_work),
+                context=self.groups.context(module, self.clock),
                 chunk=self.layout.chunk,
                 seq_len=self.plan.training.seq_len,
                 dtype=self.dtype,
@@ -134,6 +135,10 @@ class Engine:
     def _micro_batches(self, batch: Batch) -> Callable[[int], MicroBatch]:
         pipeline = self.layout.pipeline
         needs_targets = any(isinstance(module, HeadModule) for module in self.chain)
+        order = token_order(self.plan.training.seq_len, pipeline.context_parallel, self.device)
+
+        def listed(tokens: torch.Tensor) -> torch.Tensor:
+            return (tokens if order is None else tokens[:, order]).reshape(-1)
 
         def load(index: int) -> MicroBatch:
             if not (self.layout.is_first_stage or needs_targets):
@@ -141,8 +146,8 @@ class Engine:
             with self.clock.term("data"):
                 first = self.layout.first_sequence + index * pipeline.micro_batch
                 tokens = batch(first, pipeline.micro_batch).to(self.device, non_blocking=True)
-                ids = tokens[:, :-1].reshape(-1) if self.layout.is_first_stage else None
-                targets = tokens[:, 1:].reshape(-1) if needs_targets else None
+                ids = listed(tokens[:, :-1]) if self.layout.is_first_stage else None
+                targets = listed(tokens[:, 1:]) if needs_targets else None
             return MicroBatch(ids, targets)
 
         return load

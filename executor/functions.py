@@ -252,20 +252,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotate.apply(x, cos, sin)
 
 
-def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, cap: float) -> Tensor:
-    """softmax(cap tanh(q k^T scale / cap)) v on [sequences, heads, tokens, width], with whole scores in memory.
-
-    Fewer KV heads than query heads serve equal groups of them.  `scale` None: 1 / sqrt(width).
-    """
-    groups = k.shape[1]
-    q = q.unflatten(1, (groups, -1))  # [sequences, groups, heads of one, tokens, width]
-    scores = q @ k.unsqueeze(2).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = (scores / cap).tanh() * cap
-    wide = torch.promote_types(q.dtype, torch.float32)
-    probabilities = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=wide).to(q.dtype)
-    return (probabilities @ v.unsqueeze(2)).flatten(1, 2)
-
-
 # Logits of one piece of the token list: few enough to bound memory, many enough to keep the matmul busy.
 MAX_LOGIT_ELEMENTS = 2**26
 

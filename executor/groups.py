@@ -48,3 +48,7 @@ class Groups:
         """The block of a module on this rank."""
         group = self.of(module.block_ranks)
         return Block(group, module.position, module.token_counts, clock, weight_work)
+
+    def context(self, module: ModuleLayout, clock: Clock) -> Block:
+        """The ranks that hold the other parts of this rank's sequence with the same heads; alone where it is whole."""
+        return Block(self.of(module.context_ranks), module.context_position, module.context_counts, clock)

@@ -11,14 +11,18 @@ from typing import Literal, NamedTuple
 
 from specs.errors import BadInputError
 from specs.layout import Cuts, Interval, block_of, block_starts, interval_of
-from specs.model import Module
+from specs.model import Attention, Module
 from specs.plan import ModulePlacement, Pipeline, Plan, Replica, Stage
 from specs.tensors import TensorSpec, local_rows, parameter_name, tensors_of
 
 
 @dataclass(frozen=True)
 class ModuleLayout:
-    """One module on one rank.  `block_ranks` are process ranks; token counts are those of their chunks."""
+    """One module on one rank.  `block_ranks` are process ranks; token counts are those of their chunks.
+
+    `context_ranks`: the ranks at the same place in the blocks that share this one's sequence, `context_counts` tokens
+    of those blocks; one of each unless attention's blocks share sequences.  `context`: the pipeline's degree.
+    """
 
     name: str
     module: Module
@@ -29,6 +33,10 @@ class ModuleLayout:
     position: int
     token_counts: tuple[int, ...]
     block_tokens: Interval  # of the micro-batch's token list
+    context: int = 1
+    context_ranks: tuple[int, ...] = ()
+    context_position: int = 0
+    context_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,17 +128,28 @@ class Layout:
         module = self._chain[placement.module]
         cuts = self.chunk_cuts(self.stage_index)
         block, position = block_of(placement.blocks, self.position)
-        start, stop = block_starts(placement.blocks)[block : block + 2]
+        starts = block_starts(placement.blocks)
+        start, stop = starts[block : block + 2]
+        sharing: tuple[int, ...] = (block,)
+        if isinstance(module, Attention):
+            num_tokens = self.pipeline.micro_batch * self.plan.training.seq_len
+            groups = self.stage.sharing_blocks(placement, num_tokens, self.plan.training.seq_len)
+            sharing = next(group for group in groups if block in group)
+        processes = self.stage_processes(self.stage_index)
         return ModuleLayout(
             name=placement.module,
             module=module,
             placement=placement,
             units=placement.units_of(self.position, module),
             unit_cuts=placement.block_cuts(block, module),
-            block_ranks=self.stage_processes(self.stage_index)[start:stop],
+            block_ranks=processes[start:stop],
             position=position,
             token_counts=tuple(cuts[i + 1] - cuts[i] for i in range(start, stop)),
             block_tokens=Interval(cuts[start], cuts[stop]),
+            context=self.pipeline.context_parallel,
+            context_ranks=tuple(processes[starts[other] + position] for other in sharing),
+            context_position=sharing.index(block),
+            context_counts=tuple(cuts[starts[other + 1]] - cuts[starts[other]] for other in sharing),
         )
 
     def boundary_transfers(self, other_stage: int) -> list[tuple[int, Interval]]:
@@ -144,7 +163,7 @@ class Layout:
         return transfers
 
     def all_blocks(self) -> Iterator[tuple[int, ...]]:
-        """Every block of more than one process anywhere in the plan."""
+        """Every block of several processes and every group that exchanges keys and values, anywhere in the plan."""
         for replica in self.plan.replicas:
             for index, stage in enumerate(self.plan.pipelines[replica.pipeline].stages):
                 processes = self.stage_processes(index, replica)
@@ -153,6 +172,8 @@ class Layout:
                     for start, stop in pairwise(starts):
                         if stop - start > 1:
                             yield processes[start:stop]
+                    if isinstance(self._chain[placement.module], Attention):
+                        yield from _sharing_ranks(self.plan, replica, stage, placement, processes)
 
     def all_channels(self) -> Iterator[Channel]:
         """Every pair of stages of which one sends to the other, forward or backward, anywhere in the plan."""
@@ -164,6 +185,18 @@ class Layout:
                 there = self.stage_processes((place + 1) % num_stages, replica)
                 yield Channel("F", here, there)
                 yield Channel("B", there, here)
+
+
+def _sharing_ranks(
+    plan: Plan, replica: Replica, stage: Stage, placement: ModulePlacement, processes: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    """Processes that exchange keys and values, because their blocks share a sequence."""
+    seq_len = plan.training.seq_len
+    num_tokens = plan.pipelines[replica.pipeline].micro_batch * seq_len
+    starts = block_starts(placement.blocks)
+    for blocks in stage.sharing_blocks(placement, num_tokens, seq_len):
+        for position in range(placement.blocks[blocks[0]] if len(blocks) > 1 else 0):
+            yield tuple(processes[starts[block] + position] for block in blocks)
 
 
 @dataclass(frozen=True)

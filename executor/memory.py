@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.attention import AttentionModule
 from executor.engine import Engine
 
 
@@ -121,6 +122,12 @@ def static_tensors(engine: Engine) -> list[torch.Tensor]:
     return tensors
 
 
+def attention_masks(engine: Engine) -> list[torch.Tensor]:
+    """The distinct masks that a rank's attention modules use, if any."""
+    masks = [module.mask for module in engine.chain if isinstance(module, AttentionModule)]
+    return list({id(mask): mask for mask in masks if mask is not None}.values())
+
+
 def static_bytes(engine: Engine) -> int:
     """Bytes of the distinct storages of `static_tensors`."""
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in static_tensors(engine)}
@@ -143,16 +150,17 @@ def measure_step(engine: Engine) -> Iterator[list[MemoryReading]]:
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        with saved_tensor_bytes(static) as saved:
+        with saved_tensor_bytes(static + attention_masks(engine)) as saved:
             yield readings
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         readings.append(MemoryReading("cuda allocator", static_bytes(engine), peak, saved.peak_bytes))
         return
-    live = LiveStorages()
-    for tensor in static:
+    live, masks = LiveStorages(), attention_masks(engine)
+    for tensor in static + masks:
         live.ignore(tensor.untyped_storage())
-    with saved_tensor_bytes(static) as saved, live:
+    with saved_tensor_bytes(static + masks) as saved, live:
         yield readings
     size = static_bytes(engine)
-    readings.append(MemoryReading("live tensors", size, size + live.peak_bytes, saved.peak_bytes))
+    peak = size + sum(mask.untyped_storage().nbytes() for mask in masks) + live.peak_bytes
+    readings.append(MemoryReading("live tensors", size, peak, saved.peak_bytes))

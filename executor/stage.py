@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from executor.attention import AttentionModule
 from executor.collectives import Block
 from executor.layout import ModuleLayout
-from executor.modules import AttentionModule, BlockModule, EmbeddingModule, HeadModule, MlpModule
+from executor.modules import BlockModule, EmbeddingModule, HeadModule, MlpModule
 from executor.moe import MoeModule
 from specs.errors import BadInputError
 from specs.layout import Interval
@@ -18,14 +19,24 @@ Tensor = torch.Tensor
 
 
 def build_module(
-    layout: ModuleLayout, block: Block, *, chunk: Interval, seq_len: int, dtype: torch.dtype, device: torch.device
+    layout: ModuleLayout,
+    block: Block,
+    *,
+    context: Block | None = None,
+    chunk: Interval,
+    seq_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> BlockModule:
-    """The module of a layout, with uninitialised weights.  Raises `BadInputError` for a kind not run yet."""
+    """The module of a layout, with uninitialised weights.  Raises `BadInputError` for a kind not run yet.
+
+    `context`: the ranks that share a sequence with this one; None where blocks hold whole sequences.
+    """
     match layout.module:
         case Embedding():
             return EmbeddingModule(layout, block, dtype, device, chunk=chunk, seq_len=seq_len)
         case Attention():
-            return AttentionModule(layout, block, dtype, device, seq_len=seq_len)
+            return AttentionModule(layout, block, dtype, device, seq_len=seq_len, context=context)
         case Mlp():
             return MlpModule(layout, block, dtype, device)
         case Head():

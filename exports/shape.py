@@ -66,6 +66,8 @@ class Shape:
 def shape_of(plan: Plan) -> Shape:
     """The shape of a plan.  Raises `BadInputError` with the first thing in it that has no place in a shape."""
     pipeline = _only_pipeline(plan)
+    if pipeline.context_parallel > 1:
+        raise BadInputError(f"context parallelism ({pipeline.context_parallel}) is not exported yet")
     tensor, expert = _degrees(plan.model, pipeline)
     size = _one({stage.num_ranks for stage in pipeline.stages}, "numbers of ranks per stage")
     _check_even_cuts(plan, pipeline)

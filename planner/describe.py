@@ -25,6 +25,8 @@ def describe(layout: Layout) -> str:
         f"zero {grid.zero}",
         f"{'degree' if len(degrees) == 1 else 'degrees'} {' '.join(map(str, sorted(degrees)))}",
     ]
+    if grid.context > 1:
+        parts.append(f"context parallel {grid.context}")
     if grid.schedule != "1f1b":
         parts.append(grid.schedule)
     redone = [f"{modes[mode]} {mode}" for mode in ("selective", "full") if modes[mode]]

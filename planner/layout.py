@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.chain import Chain
 from planner.space import Grid, Topology
+from specs.model import Attention
 from specs.plan import ModulePlacement, Pipeline, Recompute, Replica, Stage
 
 
@@ -55,7 +56,19 @@ def make_pipeline(layout: Layout, chain: Chain) -> Pipeline:
                 )
             )
         stages.append(Stage(num_ranks=layout.grid.num_ranks, modules=tuple(placements)))
-    return Pipeline(micro_batch=layout.grid.micro_batch, stages=tuple(stages), schedule=layout.grid.schedule)
+    grid = layout.grid
+    shared = any(
+        isinstance(chain.modules[kind], Attention) and grid.micro_batch * option.degree % grid.num_ranks
+        for assignment in layout.stages
+        for kind, chosen in enumerate(assignment)
+        for option, _ in chosen
+    )
+    return Pipeline(
+        micro_batch=grid.micro_batch,
+        stages=tuple(stages),
+        context_parallel=grid.context if shared else 1,
+        schedule=grid.schedule,
+    )
 
 
 def make_replicas(grid: Grid, topology: Topology) -> tuple[Replica, ...]:

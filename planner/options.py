@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes, deferred_bytes
 from cost_models.buckets import BUCKET_ELEMENTS
+from cost_models.context import with_exchange
 from cost_models.flops import largest_units, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import WEIGHT_BYTES, matrix_elements, sharding_bytes, static_bytes
@@ -31,7 +32,7 @@ from planner.stage import OptionTable
 from specs.cluster import LinkLevel
 from specs.errors import BadInputError
 from specs.layout import Interval
-from specs.model import SEQUENCE_KINDS, Embedding, Head, Module, num_units
+from specs.model import SEQUENCE_KINDS, Attention, Embedding, Head, Module, num_units
 from specs.plan import Recompute, TrainingSpec
 from specs.tensors import num_parameters
 
@@ -231,7 +232,7 @@ class OptionSource:
                 continue
             if degree > num_units(module) or grid.num_ranks % degree:
                 continue
-            if module.kind in SEQUENCE_KINDS and grid.micro_batch * degree % grid.num_ranks:
+            if module.kind in SEQUENCE_KINDS and not _holds_sequences(module, degree, grid):
                 continue
             block_tokens = -(-grid.micro_batch * self.training.seq_len * degree // grid.num_ranks)
             held = self._static(kind, degree, grid.num_replicas * grid.num_ranks // degree, grid.zero)
@@ -352,15 +353,30 @@ class OptionSource:
         self, module: Module, degree: int, block_tokens: int, recompute: Recompute, level: LinkLevel, units: Interval
     ) -> ModuleCost:
         largest = units.size == largest_units(module, degree).size
-        return self.costs.module(
+        seq_len = self.training.seq_len
+        cost = self.costs.module(
             module,
             degree=degree,
             block_tokens=block_tokens,
-            seq_len=self.training.seq_len,
+            seq_len=seq_len,
             recompute=recompute,
             level=level,
             units=None if largest else units,
         )
+        if not isinstance(module, Attention) or block_tokens >= seq_len:
+            return cost
+        share = Share.of(module, degree, block_tokens, seq_len, units)
+        span = self.topology.span(np.arange(share.context) * degree)
+        size = ACTIVATION_BYTES[self.training.precision]
+        return with_exchange(cost, self.costs, module, share, span, size, recompute)
+
+
+def _holds_sequences(module: Module, degree: int, grid: Grid) -> bool:
+    """Whether blocks of a degree hold whole sequences, or equal whole parts of one as the grid point lets them."""
+    if grid.micro_batch * degree % grid.num_ranks == 0:
+        return True
+    sharing, rest = divmod(grid.num_ranks, grid.micro_batch * degree)
+    return isinstance(module, Attention) and rest == 0 and grid.context % sharing == 0
 
 
 def _undominated(costs: Floats) -> npt.NDArray[np.int64]:

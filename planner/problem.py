@@ -44,8 +44,11 @@ class Problem:
         return self.device_bytes if cap is None else min(cap, self.device_bytes)
 
 
-def make_searcher(problem: Problem, costs: CostModel, engine: Engine = "dp") -> Searcher:
-    """Raises `BadInputError` for a cluster without ranks and `NoPlanFitsError` for constraints that contradict."""
+def make_searcher(problem: Problem, costs: CostModel, engine: Engine = "dp", context: int = 1) -> Searcher:
+    """`context`: so many scale-up domains may be one stage, whose attention blocks share sequences.
+
+    Raises `BadInputError` for a cluster without ranks and `NoPlanFitsError` for constraints that contradict.
+    """
     topology = Topology(problem.cluster)
     if topology.num_ranks == 0:
         raise BadInputError(f"cluster {problem.cluster.name} has no usable rank: all of them are missing.")
@@ -55,7 +58,8 @@ def make_searcher(problem: Problem, costs: CostModel, engine: Engine = "dp") -> 
         costs,
         topology,
         capacity=problem.memory_bytes - costs.reserved_bytes,
-        max_ranks_per_stage=topology.domain,
+        max_ranks_per_stage=topology.domain * context,
+        context=context,
         rules=problem.constraints.resolve(problem.model),
         engine=engine,
     )
@@ -103,3 +107,9 @@ class Pricer:
         if layout not in self.predictions:
             self.predictions[layout] = price(self.plan(layout), self._searcher.source.costs)
         return self.predictions[layout]
+
+
+def context_degrees(problem: Problem) -> list[int]:
+    """Degrees of context parallelism worth a try where nothing fits without it: powers of two that cut sequences."""
+    ranks, seq_len = Topology(problem.cluster).num_ranks, problem.training.seq_len
+    return [2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks and seq_len % 2 ** (i + 1) == 0]

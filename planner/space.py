@@ -157,9 +157,7 @@ def enumerate_grids(
                 m = share // micro_batch
                 for schedule in SCHEDULES if num_stages > 1 and m > 1 else SCHEDULES[:1]:
                     for zero in shardings[:1] if schedule == "gpipe" else shardings:
-                        yield Grid(
-                            num_stages, num_ranks, num_replicas, micro_batch, m, schedule, zero, context=context
-                        )
+                        yield Grid(num_stages, num_ranks, num_replicas, micro_batch, m, schedule, zero, context=context)
 
 
 def variants(grid: Grid) -> list[Grid]:

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cost_models.flops import forward_flop
+from cost_models.context import executed_score_flop
+from cost_models.flops import matrix_flop
+from cost_models.share import Share
 from executor.clock import REST, Clock
 from executor.engine import Engine
-from executor.memory import saved_tensor_bytes, static_tensors
+from executor.memory import attention_masks, saved_tensor_bytes, static_tensors
 from profiles.flops import counted_flop
 from profiles.options import ProfileOptions
 from profiles.statistics import gathered_timing
@@ -179,7 +181,7 @@ class InSituTimings:
             layout = module.layout
             shape = (engine.layout.chunk.size, self.model.hidden)
             chunk = torch.randn(shape, generator=generator).to(self.device, engine.dtype).requires_grad_()
-            with saved_tensor_bytes(static) as saved:
+            with saved_tensor_bytes(static + attention_masks(engine)) as saved:
                 if isinstance(layout.module, Embedding):
                     out = module(ids)
                 elif isinstance(layout.module, Head):
@@ -189,13 +191,9 @@ class InSituTimings:
                 kept = saved.live_bytes
                 del out
             weights = sum(p.numel() * p.element_size() for p in module.parameters())
-            formula = forward_flop(
-                layout.module,
-                block_tokens=layout.block_tokens.size,
-                seq_len=self.options.seq_len,
-                units=layout.units,
-                causal=False,
-            )
+            tokens = layout.block_tokens.size
+            share = Share.of(layout.module, degree, tokens, self.options.seq_len, layout.units)
+            formula = matrix_flop(layout.module, tokens, layout.units) + executed_score_flop(layout.module, share)
             counted = counted_flop(layout, seq_len=self.options.seq_len)
             assert abs(counted - formula) <= 0.01 * formula, f"{layout.name}: counted {counted}, formula {formula}"
             self._static[index, degree, sequences] = (kept, counted, formula, weights)

@@ -120,6 +120,14 @@ class Stage(Spec):
         """Token cut points over the stage's ranks for a micro-batch of `num_tokens`."""
         return self.token_cuts if self.token_cuts is not None else balanced_cuts(num_tokens, self.num_ranks)
 
+    def sharing_blocks(self, placement: ModulePlacement, num_tokens: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        """An attention module's blocks, those together that hold parts of the same sequence."""
+        cuts = self.chunk_cuts(num_tokens)
+        groups: dict[int, list[int]] = {}
+        for block, first in enumerate(block_starts(placement.blocks)[:-1]):
+            groups.setdefault(cuts[first] // seq_len, []).append(block)
+        return tuple(map(tuple, groups.values()))
+
     @property
     def num_virtual(self) -> int:
         return 1 if self.virtual_stages is None else len(self.virtual_stages)
@@ -134,11 +142,13 @@ class Pipeline(Spec):
     """The stages of one kind of replica; `micro_batch` in sequences.
 
     With virtual stages the chain goes around all stages once for each of them.  `actions`: of a given schedule, what
-    each stage does in one step, such as "F0 F1 B0 B1".
+    each stage does in one step, such as "F0 F1 B0 B1".  `context_parallel`: so many neighbouring attention blocks may
+    share a sequence, which is cut into as many pairs of an early and a late slice (`specs.slices`).
     """
 
     micro_batch: PositiveInt
     stages: tuple[Stage, ...] = Field(min_length=1)
+    context_parallel: PositiveInt = 1
     schedule: Schedule = "1f1b"
     actions: tuple[str, ...] | None = None
 
@@ -345,21 +355,25 @@ class Plan(Document):
         return self.model_copy(update={key: value for key, value in update.items() if value is not None})
 
 
-def aligned_token_cuts(stage: Stage, model: ModelSpec, micro_batch: int, seq_len: int) -> Cuts | None:
-    """Token cuts under which every attention block of a stage holds whole sequences; None when none exist.
+def aligned_token_cuts(
+    stage: Stage, model: ModelSpec, micro_batch: int, seq_len: int, context_parallel: int = 1
+) -> Cuts | None:
+    """Token cuts under which every attention block of a stage holds whole sequences, or whole pairs of their slices
+    with context parallelism; None when none exist.
 
     With equal blocks that divide the micro-batch the even cut does; else the first composition's cut is tried.
     """
     modules = dict(model.modules())
     compositions = {p.blocks for p in stage.modules if modules[p.module].kind in SEQUENCE_KINDS}
     even = balanced_cuts(micro_batch * seq_len, stage.num_ranks)
+    unit = seq_len // context_parallel
     candidates: list[Cuts | None] = [even]
-    candidates += [sequence_token_cuts(blocks, micro_batch, seq_len) for blocks in sorted(compositions)]
+    candidates += [sequence_token_cuts(blocks, micro_batch * context_parallel, unit) for blocks in sorted(compositions)]
     for cuts in candidates:
         if (
             cuts is not None
             and all(start < stop for start, stop in pairwise(cuts))
-            and all(cuts[rank] % seq_len == 0 for blocks in compositions for rank in block_starts(blocks))
+            and all(cuts[rank] % unit == 0 for blocks in compositions for rank in block_starts(blocks))
         ):
             return cuts
     return None

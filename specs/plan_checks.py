@@ -5,10 +5,11 @@ Every function raises `ValueError` with what is wrong and where.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from specs.layout import block_starts, check_cuts
-from specs.model import SEQUENCE_KINDS, UNIT_NAMES, Module, NamedModule, num_units
+from specs.model import SEQUENCE_KINDS, UNIT_NAMES, Attention, Module, NamedModule, num_units
 from specs.schedule import check_actions
 
 if TYPE_CHECKING:
@@ -30,30 +31,78 @@ def check_pipeline(pipeline: Pipeline, chain: tuple[NamedModule, ...], seq_len: 
         raise ValueError(f"{where}: {names[len(expected)]} is not in the model")
     modules = dict(chain)
     num_tokens = pipeline.micro_batch * seq_len
+    context = pipeline.context_parallel
+    if context > 1 and seq_len % (2 * context):
+        raise ValueError(
+            f"{where}: context_parallel {context} cuts a sequence into {2 * context} equal slices, its {seq_len} "
+            f"tokens leave a rest. Use a seq_len that is a multiple of {2 * context}, or another context_parallel"
+        )
     for index, stage in enumerate(pipeline.stages):
         if stage.token_cuts is not None:
             check_cuts(stage.token_cuts, num_tokens, stage.num_ranks, f"{where}, stage {index}, token_cuts")
         elif num_tokens < stage.num_ranks:
             raise ValueError(f"{where}, stage {index}: {num_tokens} tokens cannot be cut over {stage.num_ranks} ranks")
         for placement in stage.modules:
-            _check_placement(placement, modules[placement.module], stage, num_tokens, seq_len, where)
+            module = modules[placement.module]
+            _check_units(placement, module, where)
+            if context > 1 and isinstance(module, Attention):
+                _check_shared_sequences(placement, module, stage, num_tokens, seq_len, context, where)
+            elif module.kind in SEQUENCE_KINDS:
+                _check_whole_sequences(placement, stage, num_tokens, seq_len, where)
 
 
-def _check_placement(
-    placement: ModulePlacement, module: Module, stage: Stage, num_tokens: int, seq_len: int, where: str
-) -> None:
+def _check_units(placement: ModulePlacement, module: Module, where: str) -> None:
     units = num_units(module)
     for block, size in enumerate(placement.blocks):
         what = f"{where}, {placement.module} ({units} {UNIT_NAMES[module.kind]})"
         check_cuts(placement.block_cuts(block, module), units, size, what)
-    if module.kind in SEQUENCE_KINDS:
-        cuts = stage.chunk_cuts(num_tokens)
-        for rank in block_starts(placement.blocks):
-            if cuts[rank] % seq_len:
+
+
+def _check_whole_sequences(placement: ModulePlacement, stage: Stage, num_tokens: int, seq_len: int, where: str) -> None:
+    cuts = stage.chunk_cuts(num_tokens)
+    for rank in block_starts(placement.blocks):
+        if cuts[rank] % seq_len:
+            raise ValueError(
+                f"{where}, {placement.module}: blocks {list(placement.blocks)} do not hold whole sequences "
+                f"(micro-batch {num_tokens // seq_len} sequences over {stage.num_ranks} ranks, a block ends "
+                f"inside one). Use a micro-batch that is a multiple of {stage.num_ranks}/degree, token_cuts, or "
+                "context_parallel"
+            )
+
+
+def _check_shared_sequences(
+    placement: ModulePlacement,
+    module: Module,
+    stage: Stage,
+    num_tokens: int,
+    seq_len: int,
+    context: int,
+    where: str,
+) -> None:
+    """Blocks hold whole sequences, or whole pairs of slices of one; those that share one are cut alike."""
+    cuts = stage.chunk_cuts(num_tokens)
+    sharing: dict[int, int] = {}  # sequence -> the first block that holds a part of it
+    for block, (first, last) in enumerate(pairwise(block_starts(placement.blocks))):
+        start, stop = cuts[first], cuts[last]
+        what = f"{where}, {placement.module}: block {block} of {list(placement.blocks)}"
+        if (start * context) % seq_len or (stop * context) % seq_len:
+            raise ValueError(
+                f"{what} holds tokens {start} to {stop}, which are no whole pairs of slices ({seq_len // context} "
+                f"tokens with seq_len {seq_len} and context_parallel {context}). Use other blocks, token_cuts, or "
+                "context_parallel"
+            )
+        inside = start // seq_len == (stop - 1) // seq_len
+        if not inside and (start % seq_len or stop % seq_len):
+            raise ValueError(
+                f"{what} holds tokens {start} to {stop}: parts of several sequences of {seq_len}. A block holds whole "
+                "sequences or a part of one; use other blocks or token_cuts"
+            )
+        if inside and stop - start < seq_len:
+            other = sharing.setdefault(start // seq_len, block)
+            if placement.block_cuts(other, module) != placement.block_cuts(block, module):
                 raise ValueError(
-                    f"{where}, {placement.module}: blocks {list(placement.blocks)} do not hold whole sequences "
-                    f"(micro-batch {num_tokens // seq_len} sequences over {stage.num_ranks} ranks, a block ends "
-                    f"inside one). Use a micro-batch that is a multiple of {stage.num_ranks}/degree, or token_cuts"
+                    f"{what} shares a sequence with block {other}, which is cut differently; blocks exchange keys and "
+                    "values rank by rank. Give both the same size and cuts"
                 )
 
 

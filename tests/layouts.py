@@ -72,6 +72,7 @@ class ReplicaShape:
     schedule: str = "1f1b"
     num_virtual: int = 1
     actions: tuple[str, ...] | None = None
+    context: int = 1
 
 
 def _runs(names: list[str], shape: ReplicaShape) -> list[list[str]]:
@@ -106,7 +107,7 @@ def build(
                 )
             virtual = tuple(map(len, own)) if shape.num_virtual > 1 else None
             bare = Stage(num_ranks=stage.num_ranks, modules=tuple(modules), virtual_stages=virtual)
-            token_cuts = aligned_token_cuts(bare, model, shape.micro_batch, seq_len)
+            token_cuts = aligned_token_cuts(bare, model, shape.micro_batch, seq_len, shape.context)
             if token_cuts is None:
                 token_cuts = sequence_token_cuts((stage.num_ranks,), shape.micro_batch, seq_len)
             stages.append(bare.model_copy(update={"token_cuts": token_cuts}))
@@ -116,6 +117,7 @@ def build(
                 stages=tuple(stages),
                 schedule=shape.schedule,  # type: ignore[arg-type]
                 actions=shape.actions,
+                context_parallel=shape.context,
             )
         )
         size = sum(stage.num_ranks for stage in shape.stages)

@@ -284,6 +284,15 @@ SURFACE: dict[str, set[str]] = {
         "stage_actions",
         "traffic",
     },
+    "specs.slices": {
+        "MAX_ROWS",
+        "MIN_ROWS",
+        "Piece",
+        "attention_pieces",
+        "mask_shape",
+        "slices",
+        "view_of",
+    },
     "specs.tensors": {
         "AnyModule",
         "Init",

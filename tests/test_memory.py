@@ -15,6 +15,7 @@ from cost_models.memory import MASTER_BYTES, MOMENT_BYTES, static_bytes
 from cost_models.share import Share
 from cost_models.working import MAX_LOGIT_ELEMENTS, working_bytes
 from executor import buckets, functions
+from executor.attention import AttentionModule
 from executor.clock import Clock
 from executor.collectives import Block
 from executor.layout import ModuleLayout, tensor_holdings
@@ -106,6 +107,8 @@ def kept_bytes(module: Module, share: Share, recompute: Recompute) -> int:
     """Bytes of distinct storages that autograd keeps, weights left out."""
     built, chunk = built_module(module, share, recompute)
     weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
+    if isinstance(built, AttentionModule) and built.mask is not None:  # one for all modules, counted once
+        weights.add(built.mask.untyped_storage().data_ptr())
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,8 @@ CASES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
             d["pipelines"][0].update(micro_batch=1),
         ],
         "pipeline 0, layer.0.attention: blocks [1, 1] do not hold whole sequences (micro-batch 1 sequences over 2 "
-        "ranks, a block ends inside one). Use a micro-batch that is a multiple of 2/degree, or token_cuts",
+        "ranks, a block ends inside one). Use a micro-batch that is a multiple of 2/degree, token_cuts, or "
+        "context_parallel",
     ),
     (
         lambda d: [d["training"].update(seq_len=1), d["pipelines"][0].update(micro_batch=1)],
