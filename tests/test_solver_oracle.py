@@ -12,9 +12,11 @@ from itertools import pairwise
 
 import pytest
 
+from cost_models.step import price
 from planner.constraints import Constraints
 from planner.make import make_plan
 from planner.problem import Problem
+from specs.cluster import ClusterSpec
 from specs.errors import NoPlanFitsError
 from specs.model import ModelSpec
 from specs.plan import Pipeline, Plan, Provenance, TrainingSpec
@@ -25,6 +27,9 @@ MADE = Provenance(created_by="tests", created_at="2026-01-01T00:00:00Z")
 # (nodes, ranks per node, layers, global batch)
 SHAPES = [(1, 2, 2, 2), (2, 1, 2, 4), (1, 4, 1, 2), (2, 2, 1, 2)]
 NUM_INSTANCES = 200
+# Those of them with unlike ranks: one slow device, or a node of a slower type with less memory.
+UNLIKE = frozenset(range(9, NUM_INSTANCES, 10))
+NUM_EQUAL = NUM_INSTANCES - len(UNLIKE)
 # Relative distance at which a search stops, and what its own bound may then be above the optimum.
 CLOSE = 2.1e-4
 ENGINES = ("dp", "ilp")
@@ -109,7 +114,60 @@ def check(kind: str, seed: int, problem: Problem, costs, engine, plans: list[tup
     ratios[kind][seed] = found.objective_value / best
 
 
-@pytest.mark.parametrize("seed", range(NUM_INSTANCES))
+def with_unlike_ranks(generator: random.Random, machine: ClusterSpec) -> ClusterSpec:
+    """One rank slow, or all of the last node, of a type that has half the memory; the others at full speed."""
+    speed, last = generator.uniform(0.4, 0.95), machine.num_devices - machine.nodes[0].devices_per_node
+    if machine.num_nodes == 1 or generator.random() < 0.5:
+        return machine.model_copy(update={"slow": {generator.randrange(machine.num_devices): speed}})
+    device, group = machine.devices["d"], machine.nodes[0]
+    return ClusterSpec(
+        name="unlike",
+        devices={"d": device, "e": device.model_copy(update={"name": "e", "memory_bytes": device.memory_bytes // 2})},
+        nodes=(
+            group.model_copy(update={"count": group.count - 1}),
+            group.model_copy(update={"count": 1, "device": "e"}),
+        ),
+        links=machine.links,
+        slow=dict.fromkeys(range(last, machine.num_devices), speed),
+    )
+
+
+@pytest.mark.parametrize("seed", sorted(UNLIKE))
+def test_the_bound_holds_with_unlike_ranks(seed):
+    """The rung of unlike devices leaves the enumerated space (unequal cuts and shares), so its plan may be better than
+    all of that; nothing in it is better than the bound.
+    """
+    generator = random.Random(seed)
+    nodes, per_node, num_layers, global_batch = generator.choice(SHAPES)
+    machine, model = with_unlike_ranks(generator, cluster(nodes, per_node)), tiny_model(seed, num_layers=num_layers)
+    training = TrainingSpec(global_batch=global_batch, seq_len=8)
+    known = some_options(seed, (1, 2, 4) if num_layers == 1 else (1, 2))
+    costs = SyntheticCosts(seed, known=known)
+    plans = all_plans(model, machine, training, costs, known)
+    cap = generator.choice(sorted({memory for _, _, memory in plans}))
+    best = min(seconds for _, seconds, memory in plans if memory <= cap)
+    problem = Problem(model, machine, training, MADE, cap)
+    try:
+        plan = make_plan(problem, lambda *_: costs, objective="step-time", freedom="modules")
+    except NoPlanFitsError:
+        assert any(memory > cap for _, _, memory in plans)
+        return
+    found = plan.certificate
+    assert plan.ladder[-1].freedom == "+ unlike devices"
+    assert price(plan, costs).step_time_seconds == found.objective_value
+    assert plan.predicted.peak_memory_bytes <= cap
+    assert found.bound <= min(best, found.objective_value) * (1 + 1e-9)
+    ratios["unlike ranks"][seed] = found.objective_value / best
+
+
+def test_unlike_ranks_are_nearly_always_planned_as_well_as_by_even_cuts():
+    """A local search from the best layouts for equal ranks: now and then it starts too far away."""
+    found = ratios["unlike ranks"].values()
+    if len(found) >= 0.8 * len(UNLIKE):
+        assert sum(ratio <= 1 + CLOSE for ratio in found) >= 0.75 * len(found)
+
+
+@pytest.mark.parametrize("seed", sorted(set(range(NUM_INSTANCES)) - UNLIKE))
 def test_no_plan_beats_the_bound(seed):
     generator = random.Random(seed)
     nodes, per_node, num_layers, global_batch = generator.choice(SHAPES)
@@ -135,8 +193,8 @@ def test_no_plan_beats_the_bound(seed):
 @pytest.mark.parametrize("kind", [*ENGINES, *(f"{engine} with a constraint" for engine in ENGINES)])
 def test_the_best_plan_is_found_nearly_always(kind):
     """Unequal shares and pipelines of unlike stages leave gaps; they are shown, and rarely hide a better plan."""
-    if len(ratios[kind]) == NUM_INSTANCES:
-        assert sum(ratio <= 1 + CLOSE for ratio in ratios[kind].values()) >= 0.97 * NUM_INSTANCES
+    if len(ratios[kind]) == NUM_EQUAL:
+        assert sum(ratio <= 1 + CLOSE for ratio in ratios[kind].values()) >= 0.97 * NUM_EQUAL
         assert all(ratio < 1.05 for ratio in ratios[kind].values() if ratio != float("inf"))
 
 
@@ -145,8 +203,8 @@ def test_the_engines_agree():
     for first, second in pairwise(ENGINES):
         for kind in ("", " with a constraint"):
             one, other = ratios[first + kind], ratios[second + kind]
-            if len(one) == len(other) == NUM_INSTANCES:
-                assert sum(abs(one[s] - other[s]) <= CLOSE or one[s] == other[s] for s in one) >= 0.97 * NUM_INSTANCES
+            if len(one) == len(other) == NUM_EQUAL:
+                assert sum(abs(one[s] - other[s]) <= CLOSE or one[s] == other[s] for s in one) >= 0.97 * NUM_EQUAL
 
 
 def plan_of(problem: Problem, costs, **words) -> Plan | None:
