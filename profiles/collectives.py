@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from executor.collectives import all_gather, reduce_scatter
-from profiles.statistics import gathered_timing
+from profiles.statistics import gathered_timing, undisturbed
 from specs.cluster import CollectiveOp, LinkLevel
 from specs.profile import CollectiveTiming
 
@@ -127,7 +127,13 @@ class CollectiveTimings:
     def timings(self) -> tuple[CollectiveTiming, ...]:
         """Over all ranks; a collective."""
         return tuple(
-            CollectiveTiming(op=op, num_ranks=size, level=level, payload_bytes=payload, timing=gathered_timing(samples))
+            CollectiveTiming(
+                op=op,
+                num_ranks=size,
+                level=level,
+                payload_bytes=payload,
+                timing=gathered_timing([samples[repetition] for repetition in undisturbed(samples)]),
+            )
             for (op, size, level, payload), samples in self._samples.items()
         )
 

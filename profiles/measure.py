@@ -27,7 +27,8 @@ from specs.tensors import num_parameters
 METHOD = (
     "Modules in situ: steps of a model of each distinct module once, one degree everywhere, all ranks running, "
     f"{NUM_MICRO_BATCHES} micro-batches a step, {NUM_WARM_UP_STEPS} steps of warm-up; layouts interleaved over rounds; "
-    "means over ranks and steps. Gradient sync: steps of replicas with it after backward and beside it, in turns. "
+    "means over ranks and over the middle half of the steps by their time, collectives likewise. "
+    "Gradient sync: steps of replicas with it after backward and beside it, in turns. "
     "Collectives: all groups of a size at once after a barrier."
 )
 

@@ -25,7 +25,7 @@ from executor.engine import Engine
 from executor.memory import attention_masks, saved_tensor_bytes, static_tensors
 from profiles.flops import counted_flop
 from profiles.options import ProfileOptions
-from profiles.statistics import gathered_timing
+from profiles.statistics import gathered_timing, undisturbed
 from specs.cluster import ClusterSpec
 from specs.model import Embedding, FeedForward, Head, Layer, ModelSpec
 from specs.options import OptimizerOptions
@@ -119,6 +119,7 @@ class InSituTimings:
     device: torch.device
     _modules: defaultdict[tuple[int, int, int], _Samples] = field(default_factory=lambda: defaultdict(_Samples))
     _static: dict[tuple[int, int, int], tuple[int, float, float, int]] = field(default_factory=dict)
+    _steps: defaultdict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     _optimizer: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _per_action: list[float] = field(default_factory=list)
     _per_step: list[float] = field(default_factory=list)
@@ -157,6 +158,7 @@ class InSituTimings:
             yield
 
     def _keep(self, engine: Engine, degree: int, sequences: int, seconds: dict[str, float]) -> None:
+        self._steps[degree, sequences].append(sum(seconds.values()))
         for index in range(len(engine.chain)):
             samples = self._modules[index, degree, sequences]
             for direction in ("forward", "backward"):
@@ -203,14 +205,17 @@ class InSituTimings:
     def timings(self) -> tuple[ModuleTiming, ...]:
         """Every module, degree and size, over all ranks; a collective."""
         timings = []
+        kept_steps = {layout: undisturbed(steps) for layout, steps in self._steps.items()}
         for (index, degree, sequences), samples in self._modules.items():
             kept, counted, formula, weights = self._static[index, degree, sequences]
             _, module = self.model.modules()[index]
+            steps = kept_steps[degree, sequences]
             forward, backward = (
-                gathered_timing(values, averaged=NUM_MICRO_BATCHES) for values in (samples.forward, samples.backward)
+                gathered_timing([values[step] for step in steps], averaged=NUM_MICRO_BATCHES)
+                for values in (samples.forward, samples.backward)
             )
             communication = [
-                gathered_timing(values, floor=0.0).mean_seconds if degree > 1 else 0.0
+                gathered_timing([values[step] for step in steps], floor=0.0).mean_seconds if degree > 1 else 0.0
                 for values in (samples.forward_communication, samples.backward_communication)
             ]
             timings.append(

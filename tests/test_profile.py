@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from cost_models.activations import activation_bytes
 from cost_models.share import Share
 from profiles.collectives import group_layouts, payloads
 from profiles.modules import distinct_model
+from profiles.statistics import undisturbed
 from specs.base import load_document
 from specs.layout import Interval
 from specs.model import num_units
@@ -139,3 +141,12 @@ def test_bad_input(tmp_path: Path, arguments: tuple[object, ...], message: str) 
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_disturbed_repetitions_are_left_out_whole() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        kept = undisturbed([1.0, 9.0, 1.2, 1.1, 0.1, 1.3, 8.0, 1.15])
+    finally:
+        dist.destroy_process_group()
+    assert kept == [2, 3, 5, 7], "neither the slowest quarter nor the fastest, in order"
