@@ -46,7 +46,7 @@ from tests.layouts import ReplicaShape, StageShape, build
 
 BED = Bed(2, 2, bits_per_second=1e9)
 SEQ_LEN, BATCH = 128, 12
-NUM_STEPS, CHECKPOINT_EVERY = 100, 10
+NUM_STEPS, CHECKPOINT_EVERY = 90, 10
 LOST_AFTER = 17  # steps; seven of them are after the last checkpoint
 DOWN_SECONDS = 30.0
 LOST = 1  # host
