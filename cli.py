@@ -105,7 +105,7 @@ def main() -> None:
     """Entry point: a user's mistake ends in one sentence and its exit code, Ctrl-C in 130, a bug in a traceback."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = app(standalone_mode=False)
+        code = app(prog_name="plait", standalone_mode=False)
         if code == 130:  # typer made an exit of an interrupt
             raise KeyboardInterrupt
         sys.exit(code)

@@ -1,17 +1,23 @@
-"""Bad input through the installed command: one clear sentence, the right exit code, no traceback, nothing written."""
+"""Bad input through the command line: one clear sentence, the right exit code, no traceback, nothing written.
+
+Most of it calls the command's entry point in this process; what needs the kernel or signals, the installed command.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+import cli
 from tests import runs
 from tests.test_docs import EXAMPLES
 
@@ -19,11 +25,27 @@ PLAIT = Path(sys.executable).with_name("plait")
 
 
 def plait(*arguments: str, cwd: Path, prefix: str = "") -> subprocess.CompletedProcess[str]:
-    """The installed command in `cwd`; `prefix` is shell text before it."""
-    command = [str(PLAIT), *arguments]
-    if prefix:
-        command = ["bash", "-c", f'{prefix}; exec "$@"', "bash", *command]
+    """The command in `cwd`; with `prefix`, shell text before it, in a process of its own."""
+    if not prefix:
+        return in_process(*arguments, cwd=cwd)
+    command = ["bash", "-c", f'{prefix}; exec "$@"', "bash", str(PLAIT), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def in_process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """`cli.main`, which the installed command calls, with what it leaves: exit code and both outputs."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    before, handler = os.getcwd(), signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["plait", *arguments])
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = done.code if isinstance(done.code, int) else int(done.code is not None)
+    signal.signal(signal.SIGINT, handler)
+    assert os.getcwd() == before
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def refusal(*arguments: str, cwd: Path, code: int = 2, prefix: str = "") -> str:
@@ -66,7 +88,7 @@ PLAN = ("--global-batch", "64", "--seq-len", "4096", "-o", "plan.json")
         (("plan", "--model", "gpt2", "--cluster", "a10gx8", *SHORT, "--precision", "fp8"), "no shipped data for fp8"),
         (("plan", "--model", "gpt2", "--cluster", "h100x8", *SHORT, "--objective", "fun"), "'fun' is not one of"),
         (
-            ("plan", "--model", "tiny", "--cluster", "h100x64", "--global-batch", "1", "--seq-len", "64"),
+            ("plan", "--model", "tiny", "--cluster", "h100x64", "--global-batch", "1", "--seq-len", "4"),
             "multiple of 64",
         ),
         (("estimate", "none.json"), "none.json does not exist"),
@@ -100,9 +122,16 @@ def test_refused(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> N
     assert expected in refusal(*arguments, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("arguments", [("plan", "--model", "gpt2", *SHORT), ("trian",), ("compare", "none")])
+def test_refused_by_the_installed_command(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Word for word as in this process."""
+    assert refusal(*arguments, cwd=tmp_path, prefix=":") == refusal(*arguments, cwd=tmp_path)
+
+
 def test_a_model_that_fits_nowhere(tmp_path: Path) -> None:
-    message = refusal("plan", "--model", "llama-3-405b", "--cluster", "h100x8", *PLAN, cwd=tmp_path, code=3)
-    assert "no plan fits 79.1 GiB" in message
+    """The documentation shows the same of a large model."""
+    arguments = ("plan", "--model", "gpt2", "--cluster", "h100x8", *SHORT, "--memory-cap", "100MiB", "-o", "plan.json")
+    assert "no plan fits 100 MiB" in refusal(*arguments, cwd=tmp_path, code=3)
 
 
 def test_a_profile_of_another_machine(tmp_path: Path) -> None:
