@@ -31,4 +31,4 @@ def explain(
     from rich.console import Console
 
     rows = [(item.module, item.count, item.stage, item.neighbours) for item in found.modules]
-    Console(highlight=False).print(render_explanation(found.free_bytes, rows, found.prices))
+    Console(highlight=False).print(render_explanation(found.free_bytes, rows, found.prices, found.schedules))

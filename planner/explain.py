@@ -14,10 +14,10 @@ from cost_models.interface import CostModel
 from cost_models.step import price
 from planner.constraints import MODES
 from planner.shadow_prices import ShadowPrice
-from planner.space import divisors
+from planner.space import SCHEDULES, divisors
 from specs.errors import BadInputError
 from specs.model import Module, num_units
-from specs.plan import ModulePlacement, Plan, Recompute, Stage
+from specs.plan import ModulePlacement, Plan, Prediction, Recompute, Schedule, Stage
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,16 @@ class ModuleReasons:
 
 
 @dataclass(frozen=True)
+class OtherSchedule:
+    """The plan under one schedule, all else as it is; `memory_change_bytes` on the fullest rank."""
+
+    schedule: Schedule
+    step_change_seconds: float
+    memory_change_bytes: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Memory left on the fullest rank of each stage (negative: over the limit), reasons by module, shadow prices."""
 
@@ -51,6 +61,7 @@ class Explanation:
     free_bytes: tuple[int, ...]
     modules: tuple[ModuleReasons, ...]
     prices: tuple[ShadowPrice, ...] = ()
+    schedules: tuple[OtherSchedule, ...] = ()
 
 
 def explain(plan: Plan, costs: CostModel, module: str | None = None) -> Explanation:
@@ -76,7 +87,31 @@ def explain(plan: Plan, costs: CostModel, module: str | None = None) -> Explanat
             ]
             found.append(ModuleReasons(placement.module, count, index, tuple(rows)))
     free = tuple(limit - used for used in base.stage_memory_bytes)
-    return Explanation(base.step_time_seconds, free, tuple(found))
+    schedules = () if module is not None else tuple(_schedules(plan, costs, base, limit))
+    return Explanation(base.step_time_seconds, free, tuple(found), schedules=schedules)
+
+
+def _schedules(plan: Plan, costs: CostModel, base: Prediction, limit: int) -> Iterator[OtherSchedule]:
+    """The plan's own schedule, then the others that need no virtual stages; one for all pipelines."""
+    own = {pipeline.schedule for pipeline in plan.pipelines}
+    if len(own) > 1 or not own <= set(SCHEDULES) or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return
+    for schedule in sorted(SCHEDULES, key=lambda one: one not in own):
+        pipelines = tuple(pipeline.model_copy(update={"schedule": schedule}) for pipeline in plan.pipelines)
+        predicted = price(plan.model_copy(update={"pipelines": pipelines}), costs)
+        change = predicted.step_time_seconds - base.step_time_seconds
+        yield OtherSchedule(
+            schedule,
+            change,
+            predicted.peak_memory_bytes - base.peak_memory_bytes,
+            None if schedule in own else _reason(predicted.peak_memory_bytes, limit, change, base.step_time_seconds),
+        )
+
+
+def _reason(used: int, limit: int, change: float, step_seconds: float) -> str:
+    if used > limit:
+        return f"does not fit: {(used - limit) / 2**20:,.0f} MiB over"
+    return f"slower by {100.0 * change / step_seconds:.3f} % of a step" if change > 0.0 else "no slower alone"
 
 
 def memory_limit(plan: Plan) -> int:
@@ -129,14 +164,7 @@ def _neighbour(
         return Neighbour(placement.blocks, placement.recompute, None, None, str(error))
     change = predicted.step_time_seconds - step_seconds
     used = predicted.stage_memory_bytes[stage]
-    reason = None
-    if not own:
-        if used > limit:
-            reason = f"does not fit: {(used - limit) / 2**20:,.0f} MiB over"
-        elif change > 0.0:
-            reason = f"slower by {100.0 * change / step_seconds:.3f} % of a step"
-        else:
-            reason = "no slower alone"
+    reason = None if own else _reason(used, limit, change, step_seconds)
     return Neighbour(placement.blocks, placement.recompute, change, used - stage_bytes, reason)
 
 

@@ -30,6 +30,17 @@ class _Neighbour(Protocol):
     def reason(self) -> str | None: ...
 
 
+class _Schedule(Protocol):
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def step_change_seconds(self) -> float: ...
+    @property
+    def memory_change_bytes(self) -> int: ...
+    @property
+    def reason(self) -> str | None: ...
+
+
 class _Price(Protocol):
     @property
     def change(self) -> str: ...
@@ -47,6 +58,7 @@ def render_explanation(
     free_bytes: Sequence[int],
     modules: Sequence[tuple[str, int, int, Sequence[_Neighbour]]],
     prices: Sequence[_Price] = (),
+    schedules: Sequence[_Schedule] = (),
 ) -> RenderableType:
     """`modules`: name, how many are alike in the stage, stage, neighbours with the plan's own way first."""
     tightest = min(range(len(free_bytes)), key=lambda stage: free_bytes[stage])
@@ -58,6 +70,8 @@ def render_explanation(
     ]
     if prices:
         parts += [Text(), _prices(prices)]
+    if schedules:
+        parts += [Text(), _schedules(schedules)]
     for name, count, stage, neighbours in modules:
         more = f" and {count - 1} more like it" if count > 1 else ""
         table = Table(
@@ -80,6 +94,24 @@ def render_explanation(
             )
         parts += [Text(), table]
     return Group(*parts)
+
+
+def _schedules(schedules: Sequence[_Schedule]) -> Table:
+    """The plan under each schedule, its own first."""
+    table = Table(
+        title="Schedule, all else as it is", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
+    for column in ("schedule", "step", "memory", ""):
+        table.add_column(column, justify="right" if column in ("step", "memory") else "left", header_style="dim")
+    for row in schedules:
+        table.add_row(
+            row.schedule,
+            _signed(row.step_change_seconds, seconds),
+            _signed(row.memory_change_bytes, num_bytes),
+            "taken" if row.reason is None else row.reason,
+            style="bold" if row.reason is None else "",
+        )
+    return table
 
 
 def _prices(prices: Sequence[_Price]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -279,7 +280,11 @@ def test_explain_and_diff(tmp_path, plan_8b):
     assert "taken" in shown.stdout
     assert "slower by" in shown.stdout
     assert "does not fit" in shown.stdout
-    assert plait("explain", str(one)).returncode == 0
+    whole = plait("explain", str(one), "--time-limit", "0")
+    assert whole.returncode == 0, whole.stderr
+    assert re.search(r"zb-h1 .*taken", whole.stdout)
+    assert re.search(r"1f1b .*slower by", whole.stdout)
+    assert re.search(r"gpipe .*(slower by|does not fit)", whole.stdout)
     missing = plait("explain", str(one), "--module", "layer.99.mlp")
     assert missing.returncode == 2
     assert "layer.99.mlp" in missing.stderr
