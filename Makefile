@@ -35,7 +35,7 @@ demo: $(STAMP)  ## profile, plan, train and compare on this machine (minutes)
 	@mkdir -p $(TMP)
 	@$(ENV) $(BIN)/python -u -m examples.demo
 
-bench: $(STAMP)  ## plans against each other on two hosts with a slow link (Linux, root; hours, resumable)
+bench: $(STAMP)  ## plans against each other on two hosts with a slow link (Linux, root; an hour, resumable)
 	@mkdir -p $(TMP)
 	@$(ENV) $(BIN)/python -m benchmarks.testbed
 
