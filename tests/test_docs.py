@@ -88,10 +88,19 @@ def test_console_examples_print_what_is_shown(page: Path, text: str, tmp_path: P
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), f"{page.name}: {target}"
+        assert not heading or heading in headings(path), f"{page.name}: {target}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """Of a page, as they are named in links: small letters, hyphens for blanks, no other signs."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text).strip().lower().replace(" ", "-") for text in found}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
