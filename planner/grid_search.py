@@ -25,7 +25,8 @@ from cost_models.stragglers import expected_maximum
 from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource
-from planner.partition import Family, Partition, Path, PipelineShape, StageValues, best_partition, pipeline_bound
+from planner.partition import Family, Partition, StageValues, best_partition
+from planner.paths import Path, PipelineShape, pipeline_bound
 from planner.rates import Exposure
 from planner.space import Grid, divisors
 from planner.stage import OptionTable, Weights
@@ -118,6 +119,7 @@ class GridSearch:
         self._alone = self._weights(1.0, 1.0)
         self._total = self._weights(1.0, 1.0, 0.0, 1.0)  # T with this stage's part of the optimizer
         self._forward = self._bounds.least(Weights(1.0, 0.0))
+        self._late = self._weights(0.0, 0.0, weight=1.0)
         self._exhausted: float | None = None  # the bound when nothing new was left to try
         self._offered: set[tuple[int, ...]] = set()
 
@@ -263,6 +265,8 @@ class GridSearch:
                     once=np.zeros_like(self._forward) if place.first else self._bounds.least(self._once(place)),
                     forward=self._forward,
                     families=tuple(families),
+                    weight=self._bounds.least(self._late),
+                    first=self._bounds.least(self._once(place)) if place.first else np.zeros_like(self._forward),
                 )
             values.append(known[key])
         return values
@@ -326,11 +330,20 @@ class GridSearch:
         place, needs = self._places[stage], self._needs(stage)
         later = longest + (2.0 * self.shape.transfers[stage] if stage + 1 < self.grid.num_stages else 0.0)
 
+        trips, after_trips = self.shape.trips[stage], self.shape.after_trips(stage, posts)
+
         def own(value: Callable[[Weights], float]) -> list[float]:
             return [
                 need.scale * value(need.weights) + need.more + float(self.shape.after(stage, need.path, posts))
                 for need in needs
             ]
+
+        def visiting(value: Callable[[Weights], float]) -> float:
+            if not trips.rows.size:
+                return 0.0
+            around = after_trips + trips.stays * value(self._alone) + trips.weight * value(self._late)
+            around += posts[0] + self.shape.transfers_after(stage)
+            return float(around.max()) + (value(self._once(place)) if place.first else 0.0)
 
         bounded = own(lambda weights: float(self._bounds.values(place, weights)[content]))
         asked = [self._total, self._ending(place), needs[int(np.argmax(bounded))].weights]
@@ -343,7 +356,7 @@ class GridSearch:
                 return None
             seconds = partial(self._bounds.seconds, result)
             total = seconds(self._total)
-            path = max(*own(seconds), total + later)
+            path = max(*own(seconds), visiting(seconds), total + later)
             ends = path + (0.0 if place.first else seconds(self._once(place)))
             ends = max(ends, seconds(self._ending(place)) + later)
             candidates.append((max(ends - limit, 0.0), path, total, result))

@@ -56,3 +56,9 @@ def cut_elements(module: Module, degree: int, *, matrices: bool = False) -> int:
         )
         for units in distinct_shares(module, degree)
     )
+
+
+@lru_cache(maxsize=4096)
+def whole_elements(module: Module) -> int:
+    """Elements of matrices that every rank holds whole, whatever the block."""
+    return sum(t.num_elements for t in tensors_of(module) if t.cut == "whole" and t.cols and t.decay)

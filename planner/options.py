@@ -25,7 +25,7 @@ from cost_models.working import working_bytes
 from planner.chain import Chain
 from planner.constraints import MODES, Rule
 from planner.layout import Option
-from planner.module_shares import all_shares, copied_elements, cut_elements, distinct_shares
+from planner.module_shares import all_shares, copied_elements, cut_elements, distinct_shares, whole_elements
 from planner.rates import Rates
 from planner.space import SHARDED, Grid, Topology, divisors
 from planner.stage import OptionTable
@@ -242,6 +242,8 @@ class OptionSource:
             elements = cut_elements(module, degree) if once else 0
             matrices = cut_elements(module, degree, matrices=True) if once else 0
             sync = elements * self.rates.sync(grid, degree).per_element
+            if once:  # what is not cut is summed over all ranks of the stage
+                sync += whole_elements(module) * self.rates.sync(grid, 1).per_element
             rate = self.rates.micro_batch(grid, degree)
             gathered, scattered = matrices * rate.gather, elements * rate.scatter
             again = 0.0 if isinstance(module, Embedding | Head) else gathered

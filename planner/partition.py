@@ -1,37 +1,17 @@
 """Cut the chain into stages: a bound that no partition beats, and a partition that is close to it.
 
-The makespan of a schedule is a longest path through its actions.  Every family of paths gives a lower bound that is
-linear in the stages' seconds.  With f_s, b_s the seconds of a micro-batch's forward and backward on stage s,
-T_s = f_s + b_s, x_s a transfer, m micro-batches, and w = min(P - 1 - s, m - 1) forwards that stage s runs ahead,
-
-    pre_s = sum over i < s of (T_i + 2 x_i)      post_s = sum over i > s of T_i + sum over i >= s of 2 x_i
-
-each s has (1f1b)
-
-    stay      pre + m T                               stage s is never idle
-    first     pre + post + (m - w) f + m b            it waits for its first backward
-    last      pre + post + m f + (m - w) b            its last forward is waited for
-    both      pre + 2 post + (m - w) T                both, when m > w + 1
-    visit     pre + 2 post + n p + (m - w - n v) T    and n round trips of v stages in between, p as post up to there,
-                                                      n <= (m - 2 - w) // (v + 1)
-
-and (gpipe: exactly sum of T and 2 x + (m - 1) (max f + max b))
-
-    either    pre + post + m T                        the slowest stage of both passes
-    forward   pre + post + m f + b + (m - 1) B        the slowest of the forward passes; B <= max b of any partition
-    backward  pre + post + f + m b + (m - 1) F
-
-(zb-h1) the paths of 1f1b, with the part of b for the input in place of b everywhere.  In its own actions a stage has
-the weights' parts w too: k = min(s + 1, m) of the m come after its last input gradient, and the last forward waits
-for max(0, m - P) of them:
-
-    stay, first   + (m - k) w       last, both   + max(0, m - P) w       visit   + max(0, m - P - n v) w
-
-Every stage has once-a-step seconds u_s to go after its last input gradient (k w, gradient sync, optimizer).  A path may
-end at any stage, and then leaves out the backward passes before it:
+The makespan of a schedule is a longest path through its actions; `planner.paths` has the families of paths and their
+symbols.  Every stage has once-a-step seconds u_s to go after its last input gradient (k w, gradient sync, optimizer).
+A path may end at any stage, and then leaves out the backward passes before it:
 
     minimise Z   such that a partition exists with, for all stages s <= t,
                  sum over i < s of (f_i + x_i) + sum over s <= i < t of (T_i + 2 x_i) + path of t without pre + u_s <= Z
+
+The last trip of `last`, `both` and `visit` may end at a later stage than it began, which leaves out the backward passes
+from there to the first stage:
+
+                 sum over i < s of (f_i + x_i) + path of s without pre, post and b_s + x_s
+                 + sum over s < i < t of (f_i + x_i) + sum over i >= t of (T_i + 2 x_i) + u_t <= Z      for all s < t
 
 For a given Z a dynamic program from the last stage to the first keeps, for every (stage, position), the least post and
 the least longest path through the stages from there on; what comes before is replaced by the least over all
@@ -43,145 +23,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from specs.plan import Schedule
+from planner.paths import Path, PipelineShape
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# Round trips turn so many stages before the last; so many kinds of them are looked at for each stage.
-SHORT = (0, 1, 2, 4, 8, 16)
-MOST_VISITS = 2
 # Passes through the chain for one Z, at most.
 MAX_PASSES = 4
 # Another pass is worthwhile when the last left fewer than this share of runs.
 WORTHWHILE = 0.98
-
-
-class Path(NamedTuple):
-    """pre + `returns` x post + `turns` x (post without the last `short` stages) + `forward` x f + `backward` x b
-    + `weight` x w.
-    """
-
-    returns: int
-    forward: float
-    backward: float
-    turns: int = 0
-    short: int = 0
-    weight: float = 0.0
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    """What a bound needs besides the stages: seconds of transfers between neighbours, micro-batches, schedule."""
-
-    num_stages: int
-    num_micro_batches: int
-    transfers: tuple[float, ...]
-    schedule: Schedule
-
-    @cached_property
-    def along(self) -> Floats:
-        """2 x, summed over the transfers before each stage."""
-        return np.concatenate([[0.0], 2.0 * np.cumsum(self.transfers)])
-
-    def transfers_before(self, stage: int) -> float:
-        return float(self.along[stage])
-
-    def transfers_after(self, stage: int, short: int = 0) -> float:
-        """2 x, from a stage to the last or so many before it."""
-        return float(self.along[self.num_stages - 1 - short] - self.along[stage])
-
-    def ahead(self, stage: int) -> int:
-        """Forwards that a stage runs ahead of its backwards."""
-        return min(self.num_stages - 1 - stage, self.num_micro_batches - 1)
-
-    def paths(self, stage: int) -> tuple[Path, ...]:
-        """Families of paths; of gpipe only the one without a constant."""
-        return self._paths[stage]
-
-    @cached_property
-    def _paths(self) -> list[tuple[Path, ...]]:
-        return [tuple(self._paths_of(stage)) for stage in range(self.num_stages)]
-
-    def _paths_of(self, stage: int) -> list[Path]:
-        m, ahead = float(self.num_micro_batches), self.ahead(stage)
-        if self.schedule == "gpipe":
-            return [Path(1, m, m)]
-        split = self.schedule == "zb-h1"
-        early = m - min(stage + 1, m) if split else 0.0  # weight gradients before the last input gradient
-        steady = max(0.0, m - self.num_stages) if split else 0.0  # and before the last forward
-        paths = [Path(0, m, m, weight=early)]
-        if not ahead:
-            return paths
-        paths += [Path(1, m - ahead, m, weight=early), Path(1, m, m - ahead, weight=steady)]
-        between = self.num_micro_batches - 2 - ahead
-        if between >= 0:
-            visits = [(between // (ahead - short + 1), short) for short in SHORT if short < ahead]
-            visits = [visit for visit in visits if visit[0]]
-            # What trips have over staying is mostly the transfers.
-            visits.sort(key=lambda visit: -visit[0] * (ahead - visit[1]))
-            for turns, short in dict.fromkeys([(0, 0), *visits[:MOST_VISITS]]):
-                stays = m - ahead - turns * (ahead - short)
-                paths.append(Path(2, stays, stays, turns, short, max(0.0, steady - turns * (ahead - short))))
-        return paths
-
-    def after(self, stage: int, path: Path, posts: Floats) -> Floats | float:
-        """What a path has after a stage.  `posts`, by row: seconds of later stages once, with what counts once of each;
-        then seconds alone, up to each of `shorts`; numbers or arrays.
-        """
-        if path.returns == 0:
-            return 0.0
-        found: Floats = posts[0] + path.returns * self.transfers_after(stage)
-        if path.returns > 1:
-            found = found + (path.returns - 1) * posts[1]
-        if path.turns:
-            found = found + path.turns * (
-                posts[1 + self.shorts.index(path.short)] + self.transfers_after(stage, path.short)
-            )
-        return found
-
-    def add(self, stage: int, posts: Floats, total: Floats | float, alone: Floats | float) -> None:
-        """Add a stage's seconds to `posts`."""
-        posts[0] += total
-        posts[1:][[stage < self.num_stages - short for short in self.shorts]] += alone
-
-    @cached_property
-    def shorts(self) -> list[int]:
-        """How many stages before the last the paths turn."""
-        return sorted({0} | {path.short for paths in self._paths for path in paths})
-
-
-def pipeline_bound(
-    shape: PipelineShape, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float] = ()
-) -> float:
-    """The longest of the paths above to the end of the first stage, for given stages: never above its simulated finish.
-
-    `weight`: of a schedule that splits the backward pass, the part of which is then not in `backward`.
-    """
-    f, b = np.array(forward), np.array(backward)
-    w = np.array(weight) if len(weight) else np.zeros(len(f))
-    own = f + b
-    if shape.schedule == "gpipe":
-        longer = (shape.num_micro_batches - 1) * (f.max() + b.max())
-        return float(own.sum() + 2.0 * sum(shape.transfers) + longer)
-    pre = np.cumsum(own) - own + shape.along
-
-    def post(stage: int, short: int = 0) -> float:
-        last = shape.num_stages - 1 - short
-        return float(pre[last] + own[last] - pre[stage] - own[stage])
-
-    longest = max(
-        float(pre[s] + p.returns * post(s) + p.forward * f[s] + p.backward * b[s] + p.weight * w[s])
-        + (p.turns * post(s, p.short) if p.turns else 0.0)
-        for s in range(shape.num_stages)
-        for p in shape.paths(s)
-    )
-    return longest + float(w[0])
 
 
 @dataclass(frozen=True)
@@ -197,7 +51,8 @@ class StageValues:
     """Least seconds of every content on one stage (`inf` where it cannot be); each may come from other options.
 
     `alone`: T.  `total`: T and what may be counted once of each stage.  `ending`: total + u.  `once`: u.  `forward`: f.
-    `families`: of paths, those of the first stage with u.
+    `families`: of paths, those of the first stage with u.  `weight`: w, where the backward pass is split; `first`: u of
+    the first stage, else 0.
     """
 
     alone: Floats
@@ -206,6 +61,8 @@ class StageValues:
     once: Floats
     forward: Floats
     families: tuple[Family, ...]
+    weight: Floats
+    first: Floats
 
 
 @dataclass(frozen=True)
@@ -259,6 +116,8 @@ class _Runs:
     ending: Floats
     once: Floats
     forward: Floats
+    weight: Floats
+    first: Floats
 
     @classmethod
     def of(cls, values: StageValues, starts: Ints, stops: Ints, numbers: Ints, below: float) -> _Runs:
@@ -266,12 +125,12 @@ class _Runs:
         some = values.families[0].own[numbers] <= below
         runs, ends, numbers = starts[some], stops[some], numbers[some]
         families = tuple(Family(family.path, family.own[numbers]) for family in values.families)
-        columns = np.stack([values.alone, values.total, values.ending, values.once, values.forward])[:, numbers]
-        return cls(runs, ends, families, *columns)
+        every = (values.alone, values.total, values.ending, values.once, values.forward, values.weight, values.first)
+        return cls(runs, ends, families, *np.stack(every)[:, numbers])
 
     def keep(self, mask: npt.NDArray[np.bool_]) -> _Runs:
         families = tuple(Family(family.path, family.own[mask]) for family in self.families)
-        columns = (self.alone, self.total, self.ending, self.once, self.forward)
+        columns = (self.alone, self.total, self.ending, self.once, self.forward, self.weight, self.first)
         return _Runs(self.starts[mask], self.stops[mask], families, *(column[mask] for column in columns))
 
     def least_from(self, values: Floats, size: int) -> Floats:
@@ -361,21 +220,41 @@ class _Finder:
         self, stages: Sequence[_Runs], limit: float, before: Sequence[Floats]
     ) -> tuple[tuple[int, ...] | None, list[npt.NDArray[np.bool_]]]:
         """A path of runs that may be part of a partition within `limit`, and which runs of every stage may be."""
-        shape = self._shape
-        # Rows: seconds of later stages (`PipelineShape.after`), then the longest path through them.
-        after = np.full((2 + len(shape.shorts), self._size), np.inf)
+        shape, split = self._shape, self._shape.schedule == "zb-h1"
+        # Rows: seconds of later stages (`PipelineShape.after`), the latest end of a last trip through them, and the
+        # longest path through them.
+        after = np.full((3 + len(shape.shorts), self._size), np.inf)
         after[:, -1] = 0.0
         posts: list[Floats] = []
         all_fits = []
         for index in reversed(range(shape.num_stages)):
             runs, (pre, forward) = stages[index], before[index][:, stages[index].starts]
             by_run = after[:, runs.stops]
-            later = by_run[-1] + self._to_next(index)
-            own = [family.own + shape.after(index, family.path, by_run[:-1]) for family in runs.families]
+            posted, to_next, beyond = by_run[:-2], self._to_next(index), shape.transfers_after(index)
+            later = by_run[-1] + to_next
+            own = [family.own + shape.after(index, family.path, posted) for family in runs.families]
+            trips = shape.trips[index]
+            if trips.rows.size:
+                visiting = shape.after_trips(index, posted) + trips.stays[:, None] * runs.alone
+                if split:
+                    visiting += trips.weight[:, None] * runs.weight
+                longest = visiting.max(axis=0)
+                own.append(longest + posted[0] + beyond + runs.first)
             path = np.maximum.reduce([*own, runs.total + later])
             fits = pre + path <= limit
             fits &= forward + np.maximum(path + runs.once, runs.ending + later) <= limit
-            shape.add(index, by_run[:-1], runs.total, runs.alone)
+            if shape.schedule != "gpipe":
+                # Paths whose last trip ends at a later stage, without this one's last backward.
+                ahead = shape.ahead(index)
+                last = (shape.num_micro_batches - ahead) * runs.alone + shape.steady * runs.weight
+                both = posted[1] + beyond if shape.num_micro_batches - 2 >= ahead else 0.0
+                last = last + np.maximum(ahead * runs.forward, both)
+                if trips.rows.size:
+                    last = np.maximum(last, longest)
+                by_run[-2] += 0.5 * to_next
+                fits &= forward + last - runs.alone + runs.forward + by_run[-2] <= limit
+                by_run[-2] = np.maximum(by_run[-2] + runs.forward, runs.ending + posted[0] + beyond)
+            shape.add(index, posted, runs.total, runs.alone)
             by_run[-1] = path
             by_run[:, ~fits] = np.inf
             after = runs.least_from(by_run, self._size)

@@ -24,7 +24,7 @@ For one grid point (P stages of D ranks, m micro-batches) and the menus of optio
                 Y >= every t, of the first stage t + E;  E >= both lines of exposed sync
                 U >= update of each stage;  V >= chord of its root
 
-The schedule is exact (up to MAX_ACTIONS actions; beyond, the path families of `planner.partition` stand in for it).
+The schedule is exact (up to MAX_ACTIONS actions; beyond, the path families of `planner.paths` stand in for it).
 Exposed sync, optimizer and stragglers are lower bounds, so the program's optimum is a bound of the price; the layout
 that reaches it is priced by the cost models like any other.  Memory and seconds are scaled to about 1.
 """
@@ -48,7 +48,7 @@ from planner.chain import Chain
 from planner.grid_search import Best
 from planner.layout import Assignment, Layout, Option
 from planner.options import Menu, OptionSource
-from planner.partition import PipelineShape
+from planner.paths import PipelineShape
 from planner.rates import Exposure
 from planner.space import Grid, divisors
 from specs.schedule import stage_actions
@@ -289,8 +289,9 @@ class Program:
             before = pulp.lpSum(seconds[:s]) + shape.transfers_before(s)
             for path in shape.paths(s):
                 around = path.returns * (pulp.lpSum(seconds[s + 1 :]) + shape.transfers_after(s))
-                last = grid.num_stages - path.short
-                around += path.turns * (pulp.lpSum(seconds[s + 1 : last]) + shape.transfers_after(s, path.short))
+                short = int(shape.shorts[path.row])
+                visited = pulp.lpSum(seconds[s + 1 : grid.num_stages - short])
+                around += path.turns * (visited + shape.transfers_after(s, short))
                 own = path.forward * self._forward[s] + path.backward * self._backward[s]
                 own += path.weight * self._weight[s] + (self._weight[0] if grid.schedule == "zb-h1" else 0.0)
                 self._problem += self._summed >= before + around + own + self._exposed

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from planner.layout import Layout
 from planner.options import OptionSource, Restriction
-from planner.partition import PipelineShape, pipeline_bound
+from planner.paths import PipelineShape, pipeline_bound
 from planner.space import Grid
 from specs.plan import Recompute
 

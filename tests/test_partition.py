@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from cost_models.pipeline import simulate
 from planner.chain import even_boundaries, make_chain
 from planner.constraints import Constraints
-from planner.partition import Family, PipelineShape, StageValues, best_partition, pipeline_bound
+from planner.partition import Family, StageValues, best_partition
+from planner.paths import PipelineShape, pipeline_bound
 from planner.space import Grid, Topology, divisors, enumerate_grids, variants
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
 from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
@@ -35,7 +36,8 @@ def values_of(shape, stage, forward, backward, weight, once):
     )
     total = forward + backward
     no_more = np.zeros_like(once) if stage == 0 else once
-    return StageValues(total, total, total + once, no_more, forward, families)
+    first = once if stage == 0 else np.zeros_like(once)
+    return StageValues(total, total, total + once, no_more, forward, families, weight, first)
 
 
 @settings(max_examples=400, deadline=None)
