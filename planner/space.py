@@ -25,6 +25,9 @@ RankOrder = Literal["replica", "stage"]
 SHARDED: tuple[Literal[2, 3], ...] = (2, 3)
 # Where there are several stages and micro-batches; else they are all one.
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zb-h1")
+# Most stages of a pipeline under zb-h1, which holds P micro-batches on every stage, or with gradients sent in every
+# micro-batch: in deeper ones the bounds of both stay far below what fits, and searching them takes long.
+MOST_STAGES = 8
 Positions = npt.NDArray[np.int64]
 
 
@@ -141,7 +144,7 @@ def enumerate_grids(
 
     Yields the variant with sharded optimizer and neighbouring stages only; `variants` has the others.  Sharded
     gradients (zero 2) and weights (zero 3) cost something in every micro-batch, so they are points of their own; not
-    under gpipe, which is for those who have memory to spare.
+    under gpipe, which is for those who have memory to spare, and like zb-h1 not in pipelines of many stages.
     """
     total = topology.num_ranks
     for num_ranks in divisors(total):
@@ -156,7 +159,10 @@ def enumerate_grids(
             for micro_batch in divisors(share):
                 m = share // micro_batch
                 for schedule in SCHEDULES if num_stages > 1 and m > 1 else SCHEDULES[:1]:
-                    for zero in shardings[:1] if schedule == "gpipe" else shardings:
+                    deep = num_stages > MOST_STAGES
+                    if deep and schedule == "zb-h1":
+                        continue
+                    for zero in shardings[:1] if deep or schedule == "gpipe" else shardings:
                         yield Grid(num_stages, num_ranks, num_replicas, micro_batch, m, schedule, zero, context=context)
 
 
