@@ -1,4 +1,4 @@
-"""The experiments on two hosts and a slow link.  `make bench` runs them all, in hours; what is done is not done again.
+"""The experiments on two hosts and a slow link.  `make bench` runs them all; what is done is not done again.
 
 sudo python -m benchmarks.testbed [agreement] [nonuniform] [slow-rank] [host-lost] [--turns 5] ...
 """

@@ -63,7 +63,8 @@ def write_agreement(found: Sequence[agreement.Agreement], results: Path) -> str:
             times = (f"{v:.4f}" for v in (measured.seconds, measured.p10, measured.p90))
             if name in item.predicted:
                 foreseen = f"{item.predicted[name]:.4f}"
-                errors = [f"{v:+.3f}" for v in (item.errors[name], item.activation_errors[name])]
+                activation = item.activation_errors.get(name)
+                errors = [f"{item.errors[name]:+.3f}", "" if activation is None else f"{activation:+.3f}"]
             else:
                 foreseen, errors = "", ["", ""]
             rows.writerow([item.case.name, name, foreseen, *times, measured.turns, *errors])
