@@ -7,7 +7,7 @@ bounds (`rates`); a finished layout is always priced by `cost_models.step.price`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -130,6 +130,7 @@ class OptionSource:
         self.tied = isinstance(head, Head) and head.tied
         self._transfers: dict[tuple[int, int, int, str, int], tuple[float, ...]] = {}
         self._known: dict[tuple[int, int, int, str], _Passes | None] = {}
+        self._menus: dict[tuple[Grid, Restriction, bool], Menu | None] = {}
         self._splits: dict[tuple[int, int, int, str], _Split] = {}
         self._held: dict[tuple[int, int, int, int], _Static] = {}
 
@@ -140,6 +141,13 @@ class OptionSource:
         and the ranks that have more of one module have less of another.  `optimistic` takes means over ranks, which
         no fullest rank is below.
         """
+        same = replace(grid, schedule="1f1b") if grid.schedule == "gpipe" else grid  # with the same options
+        key = (same, restriction, optimistic)
+        if key not in self._menus:
+            self._menus[key] = self._menu(*key)
+        return self._menus[key]
+
+    def _menu(self, grid: Grid, restriction: Restriction, optimistic: bool) -> Menu | None:
         options: list[tuple[Option, ...]] = []
         tables = []
         for kind, module in enumerate(self.chain.modules):
