@@ -71,10 +71,10 @@ def kind_of(tensor: str) -> str:
 
 def plans() -> dict[str, Plan]:
     """All plans of the parity tests."""
-    from tests import test_parity, test_parity_families, test_schedules, test_sharding
+    from tests import test_context, test_parity, test_parity_families, test_schedules, test_sharding
 
     found: dict[str, Plan] = {}
-    for group in (test_parity, test_schedules, test_sharding, test_parity_families):
+    for group in (test_parity, test_schedules, test_sharding, test_parity_families, test_context):
         found.update(group.CASES)
     return found
 

@@ -158,6 +158,7 @@ class PlanMemory:
         self._plan = plan
         self._chain = dict(plan.model.modules())
         self._reserved_bytes = reserved_bytes
+        self._on_gpu = all(device.kind == "gpu" for device in plan.cluster.devices.values())
         self._weights: defaultdict[Member, float] = defaultdict(float, held.copied)
         self._gradients: defaultdict[Member, float] = defaultdict(float)
         self._scattered: defaultdict[Member, int] = defaultdict(int)  # after every micro-batch
@@ -187,6 +188,11 @@ class PlanMemory:
         moments = most_held(layout.stage_actions(sequences // layout.micro_batch)[stage])
         return [self._rank((pipeline, stage, rank), groups, cuts, moments) for rank in range(len(cuts) - 1)]
 
+    def _kernel_masks(self, module: Attention) -> bool:
+        """Whether attention kernels know which keys precede which queries: those of GPUs, without window and cap."""
+        window = module.window is not None and module.window < self._plan.training.seq_len
+        return self._on_gpu and not window and module.score_cap is None
+
     def _rank(
         self, member: Member, runs: Sequence[Sequence[ModuleGroup]], cuts: Cuts, moments: Sequence[Held]
     ) -> MemoryTerms:
@@ -201,7 +207,7 @@ class PlanMemory:
                 kept[virtual] += group.count * activation_bytes(group.module, share, precision, recompute)
                 deferred[virtual] += group.count * deferred_bytes(group.module, share, precision)
                 working = max(working, working_bytes(group.module, share, precision, recompute))
-                if isinstance(group.module, Attention):
+                if isinstance(group.module, Attention) and not self._kernel_masks(group.module):
                     kind = (group.module.window, group.module.score_cap is not None)
                     masks[kind] = max(masks.get(kind, 0), mask_elements(group.module, share))
                 matrices = matrix_elements(group.module, share.units)

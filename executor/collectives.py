@@ -15,6 +15,10 @@ import torch.distributed as dist
 from executor.clock import Clock
 from executor.weight_work import WeightWork
 
+# Their names from torch 2.13 on, where the old ones warn.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # Waits for a collective that has begun and returns its result.
 Finish = Callable[..., torch.Tensor]  # of a sum: given a tensor, it writes there
 
@@ -89,7 +93,7 @@ def start_all_gather(
         sizes = [chunk.shape[0]] * len(counts)
         work = dist.all_to_all_single(whole, copies, list(counts), sizes, group=group, async_op=True)
     elif len(set(counts)) == 1:
-        work = dist.all_gather_into_tensor(whole, chunk, group=group, async_op=True)
+        work = _all_gather_single(whole, chunk, group=group, async_op=True)
     else:
         work = dist.all_gather(list(whole.split(list(counts))), chunk, group=group, async_op=True)
 
@@ -120,7 +124,7 @@ def start_reduce_scatter(
     else:
         parts = partial.new_empty((own, *partial.shape[1:]))
         if len(set(counts)) == 1:
-            work = dist.reduce_scatter_tensor(parts, partial, group=group, async_op=True)
+            work = _reduce_scatter_single(parts, partial, group=group, async_op=True)
         else:
             work = dist.reduce_scatter(parts, list(partial.split(list(counts))), group=group, async_op=True)
 

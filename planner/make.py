@@ -50,13 +50,15 @@ def make_plan(
     incumbent = Incumbent(pricer.seconds)
     rungs = climb(searcher, incumbent, freedom, deadline=deadline)
     complete = rungs[-1].outcome.complete
-    for context in context_degrees(problem) if rungs[-1].layout is None and complete else ():
+    for context in context_degrees(problem, nothing_fits=rungs[-1].layout is None) if complete else ():
         wider = make_searcher(problem, costs, engine, context)
-        pricer_of_wider = Pricer(problem, wider)
-        incumbent = Incumbent(pricer_of_wider.seconds)
-        rungs = climb(wider, incumbent, freedom, deadline=deadline)
-        if rungs[-1].layout is not None:
-            searcher, pricer = wider, pricer_of_wider
+        of_wider = Pricer(problem, wider)
+        of_them = Incumbent(of_wider.seconds)
+        climbed = climb(wider, of_them, freedom, deadline=deadline)
+        better = climbed[-1].outcome.seconds < rungs[-1].outcome.seconds
+        if better:
+            searcher, pricer, incumbent, rungs = wider, of_wider, of_them, climbed
+        if rungs[-1].layout is not None and not better:  # more sharing only sends more
             break
     best = rungs[-1]
     if best.layout is None:

@@ -109,7 +109,13 @@ class Pricer:
         return self.predictions[layout]
 
 
-def context_degrees(problem: Problem) -> list[int]:
-    """Degrees of context parallelism worth a try where nothing fits without it: powers of two that cut sequences."""
-    ranks, seq_len = Topology(problem.cluster).num_ranks, problem.training.seq_len
-    return [2**i for i in range(1, ranks.bit_length()) if 2**i <= ranks and seq_len % 2 ** (i + 1) == 0]
+def context_degrees(problem: Problem, *, nothing_fits: bool) -> list[int]:
+    """Degrees of context parallelism worth a try: powers of two that cut sequences.
+
+    Where something fits without, only if there are too few sequences to give each scale-up domain one.
+    """
+    topology, training = Topology(problem.cluster), problem.training
+    if not nothing_fits and training.global_batch * topology.domain >= topology.num_ranks:
+        return []
+    limit = topology.num_ranks.bit_length()
+    return [2**i for i in range(1, limit) if training.seq_len % 2 ** (i + 1) == 0]
