@@ -158,6 +158,8 @@ def enumerate_grids(
             shardings: tuple[Literal[1, 2, 3], ...] = (1, *SHARDED) if num_ranks * num_replicas > 1 else (1,)
             for micro_batch in divisors(share):
                 m = share // micro_batch
+                if micro_batch * training.seq_len < num_ranks:
+                    continue  # every rank has tokens
                 for schedule in SCHEDULES if num_stages > 1 and m > 1 else SCHEDULES[:1]:
                     deep = num_stages > MOST_STAGES
                     if deep and schedule == "zb-h1":

@@ -88,6 +88,10 @@ PLAN = ("--global-batch", "64", "--seq-len", "4096", "-o", "plan.json")
         (("plan", "--model", "gpt2", "--cluster", "a10gx8", *SHORT, "--precision", "fp8"), "no shipped data for fp8"),
         (("plan", "--model", "gpt2", "--cluster", "h100x8", *SHORT, "--objective", "fun"), "'fun' is not one of"),
         (
+            ("plan", "--model", "tiny", "--cluster", "h100x512", "--global-batch", "1", "--seq-len", "64"),
+            "multiple of 512",
+        ),
+        (
             ("plan", "--model", "tiny", "--cluster", "h100x64", "--global-batch", "1", "--seq-len", "4"),
             "multiple of 64",
         ),
