@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from executor.clock import Clock
+from executor.waiting import wait
 from executor.weight_work import WeightWork
 
 # Their names from torch 2.13 on, where the old ones warn.
@@ -65,7 +66,7 @@ class Block:
             return rows
         with self.clock.term("tp_communication"):
             result = rows.new_empty((sum(received), *rows.shape[1:]))
-            dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
+            wait(dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group, async_op=True))
             return result
 
     def exchange_counts(self, sent: list[int], device: torch.device) -> list[int]:
@@ -76,7 +77,7 @@ class Block:
         """Reduce in place over the members."""
         if self.size > 1:
             with self.clock.term("tp_communication"):
-                dist.all_reduce(value, op=op, group=self.group)
+                wait(dist.all_reduce(value, op=op, group=self.group, async_op=True))
         return value
 
 
@@ -98,7 +99,7 @@ def start_all_gather(
         work = dist.all_gather(list(whole.split(list(counts))), chunk, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
-        work.wait()
+        wait(work)
         return whole
 
     return finish
@@ -129,7 +130,7 @@ def start_reduce_scatter(
             work = dist.reduce_scatter(parts, list(partial.split(list(counts))), group=group, async_op=True)
 
     def finish(out: torch.Tensor | None = None) -> torch.Tensor:
-        work.wait()
+        wait(work)
         summands = parts.view(-1, own, *parts.shape[1:])
         if out is not None:
             return torch.sum(summands, dim=0, out=out)

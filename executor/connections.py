@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 _DESCRIPTORS = "/proc/self/fd"
+_kept: list[dist.ProcessGroup] = []  # groups that were cut and left
 
 
 def _sockets() -> dict[str, int]:
@@ -38,6 +39,9 @@ def leave_groups() -> None:
     when groups are destroyed, not when forming them has failed: the members of the next generation would then wait for
     each other under unlike keys.
     """
+    # Destroying waits for gloo's threads, and one may never come back (`waiting`).
+    if os.path.isdir(_DESCRIPTORS):
+        _kept.extend(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()

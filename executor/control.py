@@ -36,10 +36,6 @@ from executor.messages import (
 )
 
 
-class PeersLostError(Exception):
-    """The generation cannot go on: a peer is gone, or the supervisor said to leave."""
-
-
 class SupervisorLostError(Exception):
     """Nobody gives orders any more."""
 
@@ -57,6 +53,7 @@ class Control:
         self.orphaned = False
         self.where: Callable[[], str] = lambda: ""  # the clock's term
         self.on_leave: Callable[[], None] = lambda: None
+        self.left = threading.Event()  # a second after the word to leave: whoever waits still gives up
         self._leaving = False  # told to leave a generation and not out of it yet
         self._orders: queue.Queue[Order | None] = queue.Queue()
         self._server: dist.TCPStore | None = None
@@ -102,6 +99,7 @@ class Control:
                 self.send(Pong(term=self.where(), where=_innermost(self._main)))
                 if self._leaving:  # the training thread may have opened more connections since, and wait on those
                     self.on_leave()
+                    self.left.set()
             case Pause():
                 self.pause_asked = True
             case Leave():
@@ -111,6 +109,7 @@ class Control:
                 self._orders.put(order)
             case Form():
                 self._leaving = False
+                self.left.clear()
                 if order.hosts_store:
                     self._host(order.generation)
                 self._orders.put(order)

@@ -20,6 +20,7 @@ from executor.optimizer import ShardedAdamW
 from executor.pipeline import MicroBatch, PipelineRunner
 from executor.stage import StageModule, build_module
 from executor.sync import GradientSync, LocalTensor
+from executor.waiting import wait
 from executor.weight_work import WeightWork
 from executor.weights import initial_values
 from specs.layout import Interval
@@ -183,7 +184,7 @@ class Engine:
         """Mean loss (nats per token) over one global batch, without a step."""
         loss = self.runner.run(self._micro_batches(batch), 1.0 / self.plan.training.tokens_per_step, train=False)
         total = loss.double() * float(self._counts_loss)
-        dist.all_reduce(total)
+        wait(dist.all_reduce(total, async_op=True))
         return float(total)
 
 
@@ -211,6 +212,6 @@ def mean_terms(seconds: dict[str, float], flag: float = 0.0) -> tuple[StepTerms,
     values = torch.tensor([*(seconds.get(name, 0.0) for name in names), flag], dtype=torch.float64)
     if dist.get_backend() == "nccl":
         values = values.cuda()
-    dist.all_reduce(values)
+    wait(dist.all_reduce(values, async_op=True))
     *sums, flags = values.tolist()
     return StepTerms(**{name: total / dist.get_world_size() for name, total in zip(names, sums, strict=True)}), flags

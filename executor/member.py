@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from executor.connections import Connections, leave_groups
-from executor.control import Control, PeersLostError, SupervisorLostError
+from executor.control import Control, SupervisorLostError
 from executor.device import choose_backend, leave, open_device
 from executor.engine import Engine, StepResult
 from executor.faults import Drill
@@ -50,6 +50,7 @@ from executor.messages import (
 )
 from executor.optimizer import learning_rate
 from executor.train import Run, check_machine, prepare_data, restore, start_record
+from executor.waiting import PeersLostError, may_leave
 from specs.base import load_document
 from specs.errors import PlaitError
 from specs.options import TrainOptions
@@ -74,6 +75,8 @@ class Member:
         torch.optim.AdamW([torch.zeros(1)], fused=True)
         self._control = Control(rank)
         self._control.on_leave = self._abort
+        if self._backend == "gloo":
+            may_leave(self._control.left)
         self._engine: Engine | None = None
         self._loaded = 0  # the step that the engine's state was loaded at
         self._held: Held | None = None  # what the engine before had, until a new one has it

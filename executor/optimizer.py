@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from executor.clock import Clock
 from executor.sync import GradientSync
+from executor.waiting import wait
 from specs.options import OptimizerOptions
 
 
@@ -78,7 +79,7 @@ class ShardedAdamW:
             total = torch.cat((torch.stack(squares).sum().reshape(1), shared.double()))
             self.ready = step
             with self._clock.term("gradient_sync"):
-                dist.all_reduce(total)
+                wait(dist.all_reduce(total, async_op=True))
             norm = self.update(step, total)
             self._sync.gather_weights()
         return norm, total[1:]

@@ -20,6 +20,7 @@ from executor.clock import Clock
 from executor.groups import Groups
 from executor.layout import Channel, Layout
 from executor.stage import StageModule
+from executor.waiting import wait_transfer
 from executor.weight_work import Deferred, WeightWork
 from specs.layout import Interval
 from specs.schedule import Action, Actions, traffic
@@ -57,7 +58,7 @@ class _Outbox:
         """Wait for the oldest until no more than that many are left (gloo knows of no end before it is waited for)."""
         while len(self.sent) > under_way:
             for work, _ in self.sent.popleft():
-                work.wait()
+                wait_transfer(work)
 
 
 @dataclass
@@ -81,7 +82,7 @@ class _Inbox:
     def take(self, key: tuple[int, int]) -> Tensor:
         chunk, works = self.posted.pop(key)
         for work in works:
-            work.wait()
+            wait_transfer(work)
         return chunk
 
 

@@ -23,6 +23,7 @@ from executor.collectives import Finish, start_all_gather, start_reduce_scatter
 from executor.gathered import GatheredWeights, prefetch
 from executor.groups import Groups
 from executor.modules import BlockModule
+from executor.waiting import wait
 from specs.layout import Interval
 
 # Buckets that are scattered at a time beside the one that fills: each has a buffer of its own.
@@ -200,7 +201,7 @@ class GradientSync:
             while self._scattering:
                 self._finish_scatter()
             for work in self._summing:
-                work.wait()
+                wait(work)
             self._summing.clear()
 
     def gather_weights(self) -> None:

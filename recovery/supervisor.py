@@ -160,7 +160,7 @@ class Supervisor:
             case Logged():
                 if isinstance(report.record, StepRecord):
                     self._patience.step(report.record.seconds)
-                    if generation.is_formed:
+                    if generation.is_formed and not generation.broken:  # else a step that was done before the loss
                         self._close_incident()
                 self._log.take(report)
             case StoreOpen() if report.generation == generation.number:
