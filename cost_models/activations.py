@@ -28,6 +28,7 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
 
     # attention  a (n c h + (2 T q + 2 K k) d) + 4 T q       mlp        a (n c h + (3 | 2) T f)
     # head       a (n c h + v h)                           embedding  8 T       moe  `_moe_bytes`
+    # keep: the gathered input instead of its chunk, a (T - c) h more.
     # full recompute: a c h (head: + 8 T).  selective: attention without its output and log-sum-exp, mlp without
     #   its product.  A norm of a module's output keeps that: a c h
     #   c tokens of the rank's chunk, T tokens of its block, h hidden, d head_dim, a bytes of an activation;
@@ -43,6 +44,8 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
         return chunk + (TOKEN_ID_BYTES * block_tokens if isinstance(module, Head) else 0)
     selective = recompute == "selective"
     chunks = 2 * chunk
+    if recompute == "keep":
+        chunks += size * (share.block_tokens - share.chunk_tokens) * module.hidden
     if isinstance(module, Attention | Mlp) and module.post_norm:
         chunks += chunk
     match module:
@@ -132,11 +135,12 @@ def _whole_kv_groups(module: Attention, heads: Interval) -> bool:
 
 
 @lru_cache(maxsize=65536)
-def deferred_bytes(module: Module, share: Share, precision: Precision) -> int:
+def deferred_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
     """Bytes that wait from the gradient of the input (I) to the gradients of the weights (W), where those are split.
 
     # attention  a (c h + T (2 q + 2 k) d + T h)        mlp  a (c h + T (3 | 2) f + T h)        others 0
-    #   input chunk, gradients of the first projections' outputs, input of the last one and its gathered output gradient
+    #   input chunk (keep: the gathered one, T h), gradients of the first projections' outputs, input of the last one
+    #   and its gathered output gradient
     """
     if not isinstance(module, (Attention, Mlp)):
         return 0
@@ -144,5 +148,6 @@ def deferred_bytes(module: Module, share: Share, precision: Precision) -> int:
         width = (2 * share.units.size + 2 * local_kv_heads(module, share.units)) * module.head_dim
     else:
         width = share.units.size * (2 + module.gated)
-    kept = share.chunk_tokens * module.hidden + share.block_tokens * (width + module.hidden)
+    inputs = share.block_tokens if recompute == "keep" else share.chunk_tokens
+    kept = inputs * module.hidden + share.block_tokens * (width + module.hidden)
     return ACTIVATION_BYTES[precision] * kept

@@ -104,7 +104,7 @@ def with_exchange(
         )
         for op in ops
     )
-    again = gather if recompute != "none" else 0.0
+    again = gather if recompute in ("selective", "full") else 0.0
     return replace(
         cost,
         forward_communication_seconds=cost.forward_communication_seconds + gather,

@@ -126,6 +126,8 @@ class DeviceCosts:
         if recompute == "full":
             backward += forward
             backward_communication += forward_communication
+        elif recompute == "keep":
+            backward_communication -= self._second_gather(module, degree, block_tokens, level)
         elif recompute == "selective":
             backward += score_forward + self._seconds(repeated_work(module, share, size))
         return ModuleCost(
@@ -191,6 +193,14 @@ class DeviceCosts:
             low = seconds("all_gather", width)
             return exposed * (low + scatter), exposed * (gather + low + seconds("reduce_scatter", width))
         return exposed * (gather + scatter), exposed * (2.0 * gather + scatter)
+
+    def _second_gather(self, module: Module, degree: int, block_tokens: int, level: LinkLevel) -> float:
+        """Exposed seconds of gathering the input again in backward."""
+        payload = block_tokens * module.hidden * ACTIVATION_BYTES[self._precision]
+        seconds = self.collective(
+            "all_gather", num_ranks=degree, payload_bytes=payload, level=level, ranks_per_domain=self._domain
+        )
+        return (1.0 - self._stack.tensor_overlap) * seconds
 
     def collective(
         self, op: CollectiveOp, *, num_ranks: int, payload_bytes: int, level: LinkLevel, ranks_per_domain: int = 1

@@ -91,7 +91,7 @@ def weight_gradient_share(
         return 0.0
     products = matrix_flop(module, block_tokens, units)
     scores = score_flop(module, block_tokens, seq_len, units)
-    again = {"none": 0.0, "selective": scores, "full": products + scores}[recompute]
+    again = {"keep": 0.0, "none": 0.0, "selective": scores, "full": products + scores}[recompute]
     return products / (2.0 * products + ATTENTION_BACKWARD_RATIO * scores + again)
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cached_property
 from statistics import fmean
 
-from cost_models.activations import activation_bytes
+from cost_models.activations import ACTIVATION_BYTES, activation_bytes
 from cost_models.flops import forward_flop, largest_units, score_flop
 from cost_models.interface import ModuleCost
 from cost_models.interpolate import log_log
@@ -132,6 +132,10 @@ class MeasuredCosts:
         if recompute == "full":
             backward += forward
             backward_communication += forward_communication
+        elif recompute == "keep" and degree > 1:
+            payload = block_tokens * module.hidden * ACTIVATION_BYTES[self._training.precision]
+            gather = self.collective("all_gather", num_ranks=degree, payload_bytes=payload, level=level)
+            backward_communication = max(0.0, backward_communication - gather)
         elif recompute == "selective":
             backward += forward * _selective_share(module, block_tokens, seq_len, own)
         part, precision = Share.of(module, degree, block_tokens, seq_len, own), self._training.precision
@@ -142,7 +146,7 @@ class MeasuredCosts:
             backward_communication_seconds=backward_communication,
             activation_bytes=activation_bytes(module, part, precision, recompute),
             working_bytes=working_bytes(module, part, precision, recompute),
-            estimated=recompute == "selective" or not tokens[0] <= block_tokens <= tokens[-1],
+            estimated=recompute in ("keep", "selective") or not tokens[0] <= block_tokens <= tokens[-1],
         )
 
     def _timings(self, module: Module, degree: int, seq_len: int) -> list[ModuleTiming]:

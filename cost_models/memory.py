@@ -205,7 +205,7 @@ class PlanMemory:
                 share = share_of(group.placement, group.module, member[2], cuts, self._plan.training.seq_len, context)
                 recompute = group.placement.recompute
                 kept[virtual] += group.count * activation_bytes(group.module, share, precision, recompute)
-                deferred[virtual] += group.count * deferred_bytes(group.module, share, precision)
+                deferred[virtual] += group.count * deferred_bytes(group.module, share, precision, recompute)
                 working = max(working, working_bytes(group.module, share, precision, recompute))
                 if isinstance(group.module, Attention) and not self._kernel_masks(group.module):
                     kind = (group.module.window, group.module.score_cap is not None)

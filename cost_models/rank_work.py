@@ -186,7 +186,8 @@ def _block_sends(module: Module, share: Share, recompute: Recompute, size: int) 
             sums: Sent = ("all_reduce", ring * 3 * 4 * share.block_tokens)
             passes = [gather, scatter, sums] * (2 if recompute == "full" else 1)
         case Attention() | Mlp():
-            passes = [gather, scatter] + ([gather, scatter] if recompute == "full" else []) + [gather, scatter, gather]
+            again = [] if recompute == "keep" else [gather]  # of the input
+            passes = [gather, scatter] + ([gather, scatter] if recompute == "full" else []) + [gather, scatter, *again]
         case Moe():
             to_experts, back = exchange_bytes(module, share.degree, share.block_tokens, size)
             others = (share.degree - 1) / share.degree
@@ -203,7 +204,7 @@ def _context_sends(module: Attention, share: Share, recompute: Recompute, size: 
     """
     token = gathered_width(module, share) * size
     if token:
-        yield "all_gather", others * share.block_tokens * token * (1 if recompute == "none" else 2)
+        yield "all_gather", others * share.block_tokens * token * (2 if recompute in ("selective", "full") else 1)
         yield "reduce_scatter", (share.seq_len - share.block_tokens) * token
 
 

@@ -55,7 +55,7 @@ class SweepPoint:
         placements = [placement for stage in pipeline.stages for placement in stage.modules]
         ranks = sorted({stage.num_ranks for stage in pipeline.stages})
         degrees = sorted({size for placement in placements for size in placement.blocks})
-        again = sum(placement.recompute != "none" for placement in placements)
+        again = sum(placement.recompute in ("selective", "full") for placement in placements)
         return (
             f"{len(pipeline.stages)} x {'-'.join(map(str, ranks))} x {len(self.plan.replicas)}, "
             f"mb {pipeline.micro_batch}, degrees {' '.join(map(str, degrees))}"

@@ -151,7 +151,9 @@ class AttentionModule(BlockModule):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Chunk -> query, key and value of the block's tokens, each [block tokens, own heads x width]."""
         biases = [self.optional(f"{name}_bias") for name in ("query", "key", "value")]
-        return gather_linear(self.block, self.normalise(x, self.spec.norm), (self.query, self.key, self.value), biases)
+        keep = self.layout.placement.recompute == "keep"
+        weights = (self.query, self.key, self.value)
+        return gather_linear(self.block, self.normalise(x, self.spec.norm), weights, biases, keep=keep)
 
     def heads(
         self, query: Tensor, key: Tensor, value: Tensor, *qk_norms: Tensor, positions: tuple[Interval, ...]

@@ -3,9 +3,9 @@
     gather_linear   forward  all-gather x, y_i = X W_i^T      backward  all-gather x again, reduce-scatter sum dy_i W_i
     linear_scatter  forward  reduce-scatter y W                backward  all-gather dout, dy = dOut W^T
 
-Between modules a rank keeps only its own chunk x; the gathered X lives only while it is needed.  Weights lie
-with the cut dimension as rows: W_i and W are [local rows, hidden].  Their gradients go through the block's
-`weight_work`, which may put them off.
+Between modules a rank keeps only its own chunk x; the gathered X lives only while it is needed, unless it is to stay.
+Weights lie with the cut dimension as rows: W_i and W are [local rows, hidden].  Their gradients go through the
+block's `weight_work`, which may put them off.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Tensor = torch.Tensor
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, block: Block, num_weights: int, x: Tensor, *weights_and_biases: Tensor | None):  # type: ignore[no-untyped-def]
+    def forward(ctx, block: Block, keep: bool, num_weights: int, x: Tensor, *weights_and_biases: Tensor | None):  # type: ignore[no-untyped-def]
         gathered = block.all_gather(x)
         weights, biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
-        ctx.block = block
+        ctx.block, ctx.keep = block, keep
         ctx.parameters = weights
         ctx.has_bias = [bias is not None for bias in biases]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(gathered if keep else x, *weights)
         return tuple(F.linear(gathered, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -38,7 +38,7 @@ class _GatherLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
 
         def of_weights() -> list[Tensor]:
-            gathered = block.all_gather(x)
+            gathered = x if ctx.keep else block.all_gather(x)
             return [grad.t() @ gathered for grad in grads]
 
         grad_weights = block.weight_work.gradients(ctx.parameters, of_weights)
@@ -46,14 +46,17 @@ class _GatherLinear(torch.autograd.Function):
         for grad, weight in zip(grads, weights, strict=True):
             grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         grad_biases = [grad.sum(dim=0) if has else None for grad, has in zip(grads, ctx.has_bias, strict=True)]
-        return (None, None, block.reduce_scatter(grad_x), *grad_weights, *grad_biases)
+        return (None, None, None, block.reduce_scatter(grad_x), *grad_weights, *grad_biases)
 
 
 def gather_linear(
-    block: Block, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    block: Block, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keep: bool
 ) -> tuple[Tensor, ...]:
-    """x [chunk tokens, hidden] -> for each weight [rows, hidden] an output [block tokens, rows]."""
-    return _GatherLinear.apply(block, len(weights), x, *weights, *biases)
+    """x [chunk tokens, hidden] -> for each weight [rows, hidden] an output [block tokens, rows].
+
+    `keep`: the gathered x stays for backward, which then need not gather it again.
+    """
+    return _GatherLinear.apply(block, keep, len(weights), x, *weights, *biases)
 
 
 class _LinearScatter(torch.autograd.Function):

@@ -151,7 +151,8 @@ class MlpModule(BlockModule):
         names = ("gate", "up") if self.spec.gated else ("up",)
         weights = [getattr(self, name) for name in names]
         biases = [self.optional(f"{name}_bias") for name in names]
-        columns = gather_linear(self.block, self.normalise(x, self.spec.norm), weights, biases)
+        keep = self.layout.placement.recompute == "keep"
+        columns = gather_linear(self.block, self.normalise(x, self.spec.norm), weights, biases, keep=keep)
         if self.layout.placement.recompute == "selective":
             y = recomputed_core(self.block, self.core, self.down, *columns)
         else:

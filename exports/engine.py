@@ -61,7 +61,12 @@ def _check_recompute(shape: Shape, model: ModelSpec, engine: Engine) -> None:
 
 
 def _manner(mode: Recompute) -> str:
-    return {"none": "not at all", "selective": "selectively", "full": "in full"}[mode]
+    return {
+        "keep": "not at all, gathered inputs kept",
+        "none": "not at all",
+        "selective": "selectively",
+        "full": "in full",
+    }[mode]
 
 
 def nearest(plans: Iterable[Plan], engine: Engine, costs: CostModel) -> tuple[Runnable, Prediction] | None:

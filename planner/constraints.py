@@ -23,7 +23,7 @@ from specs.errors import BadInputError, NoPlanFitsError
 from specs.model import UNIT_NAMES, ModelSpec, Module, num_units
 from specs.plan import Recompute
 
-# What may be recomputed.  The embedding has nothing to keep; the head's core is its output.
+# What may be recomputed; to keep gathered inputs is not searched, only pinned.  The embedding has nothing to keep; the head's core is its output.
 MODES: dict[str, tuple[Recompute, ...]] = {
     "embedding": ("none",),
     "attention": ("none", "selective", "full"),
@@ -32,6 +32,7 @@ MODES: dict[str, tuple[Recompute, ...]] = {
     "moe": ("none", "selective", "full"),
     "head": ("none", "full"),
 }
+CAN_KEEP = ("attention", "mlp")
 # Combinations of degrees of equal groups that are searched one by one.
 MAX_FAMILIES = 4096
 
@@ -180,7 +181,8 @@ def _matching(model: ModelSpec, option: str, text: str) -> list[int]:
     if key == "tp":
         return found
     chain = model.modules()
-    usable = [index for index in found if value in MODES[chain[index].module.kind]]
+    kinds = {kind for kind, modes in MODES.items() if value in modes} if value != "keep" else {*CAN_KEEP}
+    usable = [index for index in found if chain[index].module.kind in kinds]
     if not usable:
         raise BadInputError(f"{option}: {chain[found[0]].name} has no recompute mode {value!r}.")
     return usable

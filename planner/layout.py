@@ -81,6 +81,6 @@ def make_replicas(grid: Grid, topology: Topology) -> tuple[Replica, ...]:
 
 def _in_order(chosen: Sequence[tuple[Option, int]]) -> list[Option]:
     """Options one by one, in reverse, so that `pop` takes the first."""
-    weight = {"none": 0, "selective": 1, "full": 2}
+    weight = {"keep": -1, "none": 0, "selective": 1, "full": 2}
     ordered = sorted(chosen, key=lambda pair: (pair[0].degree, -weight[pair[0].recompute], pair[0].blocks))
     return [option for option, number in ordered for _ in range(number)]

@@ -353,7 +353,7 @@ class OptionSource:
                     own = part * cost.backward_seconds + cost.backward_communication_seconds / 3.0
                     seconds = max(seconds, own)
             waiting = [
-                deferred_bytes(module, Share.of(module, degree, block_tokens, seq_len, units), precision)
+                deferred_bytes(module, Share.of(module, degree, block_tokens, seq_len, units), precision, recompute)
                 for units in all_shares(module, degree)
             ]
             self._splits[key] = _Split(seconds, float(max(waiting)), sum(waiting) / degree)

@@ -37,7 +37,7 @@ Row = tuple[float, float, float, float, float, float]
 Menu = list[tuple[Option, Row]]
 # Stages with more ranks than this are not composed in every way.
 MANY_RANKS = 12
-_WEIGHT: dict[Recompute, int] = {"none": 0, "selective": 1, "full": 2}
+_WEIGHT: dict[Recompute, int] = {"keep": -1, "none": 0, "selective": 1, "full": 2}
 
 
 class Task(NamedTuple):

@@ -120,7 +120,7 @@ def _draw_run(axes: Any, run: Run, colours: dict[int, str], *, labelled: float) 
                 color=ink_on(colour),
                 clip_on=True,
             )
-    if run.placement.recompute != "none":
+    if run.placement.recompute in ("selective", "full"):
         full = run.placement.recompute == "full"
         axes.bar(
             run.start,

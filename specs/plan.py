@@ -37,7 +37,7 @@ from specs.plan_checks import check_pipeline, check_replicas, check_sharded_weig
 from specs.schedule import Actions, parse_actions, pipeline_actions
 from specs.schedule import Schedule as Schedule
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["keep", "none", "selective", "full"]
 Zero = Literal[0, 1, 2, 3]
 ContingencyPolicy = Literal["reduced", "resplit", "split", "drop", "spare"]
 
@@ -58,8 +58,10 @@ class ModulePlacement(Spec):
     """How one module lies on the ranks of its stage.
 
     `blocks` are the sizes of the blocks of neighbouring ranks, `cuts` the unit cut points of each block (None:
-    as even as integers allow).  `zero` shards over the owners of each weight interval: 1 optimizer state, 2 gradients
-    too, 3 weights too (vectors as with 2), which are then gathered around each use.
+    as even as integers allow).  `recompute`: none keeps a module's own chunk of the input and gathers the block's again
+    in backward, keep (attention and mlp) keeps the gathered one, selective and full compute again.  `zero` shards over
+    the owners of each weight interval: 1 optimizer state, 2 gradients too, 3 weights too (vectors as with 2), which are
+    then gathered around each use.
     """
 
     module: str

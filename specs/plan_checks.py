@@ -45,6 +45,11 @@ def check_pipeline(pipeline: Pipeline, chain: tuple[NamedModule, ...], seq_len: 
         for placement in stage.modules:
             module = modules[placement.module]
             _check_units(placement, module, where)
+            if placement.recompute == "keep" and module.kind not in ("attention", "mlp"):
+                raise ValueError(
+                    f"{where}, {placement.module}: recompute keep is for attention and mlp, whose gathered input it "
+                    f"keeps; this is {module.kind}. Use none"
+                )
             if context > 1 and isinstance(module, Attention):
                 _check_shared_sequences(placement, module, stage, num_tokens, seq_len, context, where)
             elif module.kind in SEQUENCE_KINDS:

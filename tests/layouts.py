@@ -102,8 +102,9 @@ def build(
                 kind = name.rsplit(".", 1)[-1]
                 blocks = stage.blocks.get(name, stage.blocks.get(kind, (stage.num_ranks,)))
                 cuts = stage.cuts.get(name, stage.cuts.get(kind))
+                mode = "none" if recompute == "keep" and kind not in ("attention", "mlp") else recompute
                 modules.append(
-                    ModulePlacement(module=name, blocks=blocks, cuts=cuts, recompute=recompute, zero=zero)  # type: ignore[arg-type]
+                    ModulePlacement(module=name, blocks=blocks, cuts=cuts, recompute=mode, zero=zero)  # type: ignore[arg-type]
                 )
             virtual = tuple(map(len, own)) if shape.num_virtual > 1 else None
             bare = Stage(num_ranks=stage.num_ranks, modules=tuple(modules), virtual_stages=virtual)

@@ -74,6 +74,7 @@ def shapes(model: ModelSpec, seq_len: int) -> dict[str, Plan]:
         "selective, zero bubble": build(
             model, [ReplicaShape(two, 1, 3, "zb-h1")], recompute="selective", seq_len=seq_len
         ),
+        "gathered inputs kept": build(model, [ReplicaShape(two, 1, 3)], recompute="keep", seq_len=seq_len),
         "given": build(model, [given], seq_len=seq_len),
         "replicas tp 4 and tp 3": build(model, unlike, zero=1, seq_len=seq_len),
     }

@@ -151,9 +151,13 @@ def _balanced(module: Moe, built: torch.nn.Module, num_tokens: int) -> torch.Ten
     return chunk
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("name", MODULES)
+def modes(doublings: int) -> list[tuple[str, int, str]]:
+    """Module, degree, recompute."""
+    found = [(name, 2**i, mode) for name in MODULES for i in range(doublings) for mode in ("none", "selective", "full")]
+    return found + [(name, 2, "keep") for name, module in MODULES.items() if module.kind in ("attention", "mlp")]
+
+
+@pytest.mark.parametrize(("name", "degree", "recompute"), modes(3))
 def test_activations_are_what_autograd_keeps(name: str, degree: int, recompute: Recompute) -> None:
     module = MODULES[name]
     share = Share.of(module, degree, 8 * 64, 64)
@@ -161,9 +165,7 @@ def test_activations_are_what_autograd_keeps(name: str, degree: int, recompute: 
     assert activation_bytes(module, share, "fp32", recompute) == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "degree", "recompute"), modes(2))
 def test_peak_of_a_module_is_that_of_live_tensors(name: str, degree: int, recompute: Recompute) -> None:
     """The output is the next module's input: kept there, and held here by the caller."""
     module = MODULES[name]

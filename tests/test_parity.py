@@ -88,6 +88,7 @@ def cases() -> dict[str, Plan]:
         "tied, equal cuts": build(tied, _one(2, 1, 2)),
         "qwen: qk norm, biases": build(qwen, _one(4, 2, 2, attention=(2, 2), mlp=(4,))),
         "selective recompute": build(qwen, _one(3, 1, 3), recompute="selective"),
+        "gathered inputs kept": build(qwen, _one(3, 3, 3, mlp=(1, 2)), recompute="keep"),
         "full recompute, pp": build(plain, [ReplicaShape([StageShape(2), StageShape(2)], 1, 4)], recompute="full"),
         "zero 1": build(plain, [ReplicaShape([StageShape(2)], 1, 2), ReplicaShape([StageShape(2)], 1, 2)], zero=1),
         "zero 1, mixed degrees": build(plain, _one(4, 4, 4, **mixed4), zero=1),
