@@ -3,9 +3,9 @@
     python -m benchmarks.recovery [--steps 60] [--seq-len 128] [--keep FOLDER]
 
 Four gloo ranks train the demo model in two replicas of two (attention whole on each rank, the rest cut two ways).
-Each rank is bound to one core (two ranks a core on a machine of two), so that a survivor does not become faster when
-its neighbour dies.  Ranks 3, 0 and 2 are killed one after the other and come back a fifth of the run later; then the
-same under two other policies.  Printed:
+Each rank has an equal quota of one core (testbed/quotas.py; needs root and Linux), so that a survivor does not become
+faster when its neighbour dies.  Ranks 3, 0 and 2 are killed one after the other and come back a fifth of the run later;
+then the same under two other policies.  Printed:
 
     after the loss of 1 of 4     median step and tokens/s, against the healthy run, predicted beside measured
     from kill to next step       seconds by part, each interruption
@@ -22,23 +22,22 @@ import contextlib
 import itertools
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.soak import processes
+from benchmarks.own_machine import run_held
+from benchmarks.testbed.quotas import held_back_arguments, quotas, share_of_core
 from cost_models.sources import survivors_costs
 from cost_models.step import price
 from executor.launch import WorkerError
 from executor.start import prepare_run
+from profiles.options import ProfileOptions
 from recovery.policy import Policy, Way, WayOn, ranks_of
 from recovery.start import make_workers
 from recovery.supervisor import Supervisor
@@ -56,6 +55,7 @@ from specs.runlog import IncidentRecord, StepRecord, read_log
 from specs.units import seconds as format_seconds
 from tests.layouts import ReplicaShape, StageShape, build
 
+NUM_RANKS = 4
 LOST = (3, 0, 2)  # in this order
 BATCH = 12  # sequences: a multiple of what two and three ranks share evenly
 
@@ -71,26 +71,25 @@ class Outcome:
     redone_steps: int
 
 
-@contextlib.contextmanager
-def bound_to_cores(run: Path) -> Iterator[None]:
-    """Keep each worker of a run on the core of its rank, also those that are started later."""
-    cores = sorted(os.sched_getaffinity(0))
-    done = threading.Event()
-
-    def bind() -> None:
-        while not done.wait(0.5):
-            for rank, process in processes(run).items():
-                with contextlib.suppress(OSError):
-                    for task in Path(f"/proc/{process}/task").iterdir():
-                        os.sched_setaffinity(int(task.name), {cores[rank % len(cores)]})
-
-    thread = threading.Thread(target=bind, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def profile_of(path: Path, seq_len: int) -> Profile:
+    """This machine's, with as many ranks and under the same quotas as the runs."""
+    options = ProfileOptions(
+        out=path,
+        model=model_preset("demo"),
+        seq_len=seq_len,
+        block_sequences=(1, 2, 4),
+        degrees=(1, 2, 4),
+        precision="fp32",
+        backend="gloo",
+        num_rounds=2,
+        num_steps=3,
+        command="benchmarks/recovery.py",
+        created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    file = path.with_name("profile-options.json")
+    options.save(file)
+    run_held(["profiles.measure", str(file)], NUM_RANKS, after_crash="Nothing was written.")
+    return load_document(Profile, path, "profile")
 
 
 def make_plan(profile: Profile, seq_len: int) -> Plan:
@@ -131,14 +130,15 @@ def train(name: str, folder: Path, plan_path: Path, profile: Path, steps: int, *
     }
     faults, returns = trace(steps)
     began, resume = time.time(), False
-    with bound_to_cores(run):
+    shares = dict.fromkeys(range(NUM_RANKS), share_of_core(NUM_RANKS))
+    with quotas(f"plait-{os.getpid()}", shares) as groups:
         while True:
             plan, options = prepare_run(plan_path, run, {} if resume else given, resume=resume, writes=True)
             way_on: WayOn = Policy(plan, options).way_on
             if drop:
                 way_on = lambda lost, _slow, plan=plan: drop_replicas(plan, lost)  # type: ignore[misc]  # noqa: E731
             try:
-                workers = make_workers(plan, options)
+                workers = make_workers(plan, options, through=held_back_arguments(groups))
                 Supervisor(plan, options, way_on, workers, started=time.time(), faults=faults, returns=returns).run()
                 break
             except WorkerError:
@@ -194,10 +194,7 @@ def main() -> None:
             folder = arguments.keep.resolve()
             folder.mkdir(parents=True, exist_ok=True)
         profile_path, plan_path = folder / "profile.json", folder / "plan.json"
-        words = ["profile", "--model", "demo", "--nproc", 4, "--seq-len", arguments.seq_len, "--degrees", "1,2,4"]
-        words += ["--block-sequences", "1,2,4", "--steps", 3, "--rounds", 2, "--out", profile_path]
-        subprocess.run([sys.executable, "-m", "cli", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
-        profile = load_document(Profile, profile_path, "profile")
+        profile = profile_of(profile_path, arguments.seq_len)
         plan = make_plan(profile, arguments.seq_len)
         plan.save(plan_path)
         policies = {"plan anew": (False, False), "drop the replica": (True, False), "stop and restart": (False, True)}

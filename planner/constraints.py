@@ -23,7 +23,8 @@ from specs.errors import BadInputError, NoPlanFitsError
 from specs.model import UNIT_NAMES, ModelSpec, Module, num_units
 from specs.plan import Recompute
 
-# What may be recomputed; to keep gathered inputs is not searched, only pinned.  The embedding has nothing to keep; the head's core is its output.
+# What may be recomputed; to keep gathered inputs is not searched, only pinned.  The embedding has nothing to keep; the
+# head's core is its output.
 MODES: dict[str, tuple[Recompute, ...]] = {
     "embedding": ("none",),
     "attention": ("none", "selective", "full"),
