@@ -1,6 +1,6 @@
 """Soak: seeded runs with faults at random moments; every one must finish, with the right losses and no orphan.
 
-    python -m benchmarks.soak [--runs 40] [--seed 0] [--steps 16]
+    python -m benchmarks.soak [--runs 40] [--first 0] [--seed 0] [--steps 16]
 
 Each run trains the tiny model (fp32, gloo) on 4 to 6 ranks of this machine under one of the layouts below, with one to
 three faults drawn from all kinds: a worker is killed, freezes, hangs, is cut off, at a drawn step and moment or by a
@@ -31,13 +31,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recovery.drill import LOSS_TOLERANCE, read_report
+from recovery.watch import START_SECONDS
 from specs.plan import Plan
 from specs.presets import model_preset
 from specs.runlog import EndRecord, IncidentRecord, StepRecord, read_log
 from tests.layouts import ReplicaShape, StageShape, build
 from tests.profiles import profile
 
-RUN_SECONDS = 150.0  # no run may take longer, whatever happens to it
+RUN_SECONDS = START_SECONDS + 60.0  # no run may take longer; a hang in the first step is the longest
 HANG_SECONDS = 4.0
 SEQ_LEN = 64
 KINDS = (
@@ -191,7 +192,7 @@ def check(trial: Trial, run: Path, clean: Path, steps: int) -> tuple[list[Incide
     return list(report.incidents), report.worst
 
 
-def soak(runs: int, seed: int, steps: int, folder: Path) -> int:
+def soak(numbers: range, seed: int, steps: int, folder: Path) -> int:
     """Number of runs that failed."""
     plans = layouts()
     names = list(plans)
@@ -201,7 +202,7 @@ def soak(runs: int, seed: int, steps: int, folder: Path) -> int:
     causes: Counter[str] = Counter()
     took: list[float] = []
     failed = 0
-    for number in range(runs):
+    for number in numbers:
         rng = random.Random(f"{seed}/{number}")
         name = names[number % len(names)] if number < len(names) else rng.choice(names)
         plan_path, profile_path = folder / f"{name}.json", folder / f"{name}-profile.json"
@@ -245,7 +246,7 @@ def soak(runs: int, seed: int, steps: int, folder: Path) -> int:
         )
         if not trial.problems:
             shutil.rmtree(run, ignore_errors=True)
-    print(f"{runs - failed} of {runs} runs ok; interruptions: {dict(causes)}")
+    print(f"{len(numbers) - failed} of {len(numbers)} runs ok; interruptions: {dict(causes)}")
     if took:
         print(f"seconds per interruption: median {statistics.median(took):.1f}, largest {max(took):.1f}")
     return failed
@@ -261,15 +262,17 @@ def _wait_for_end(run: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--first", type=int, default=0, help="Number of the first run; each has its own faults.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--keep", type=Path, help="Keep run folders here.")
     arguments = parser.parse_args()
+    numbers = range(arguments.first, arguments.first + arguments.runs)
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
-        sys.exit(bool(soak(arguments.runs, arguments.seed, arguments.steps, arguments.keep.resolve())))
+        sys.exit(bool(soak(numbers, arguments.seed, arguments.steps, arguments.keep.resolve())))
     with tempfile.TemporaryDirectory(prefix="plait-soak-") as folder:
-        sys.exit(bool(soak(arguments.runs, arguments.seed, arguments.steps, Path(folder).resolve())))
+        sys.exit(bool(soak(numbers, arguments.seed, arguments.steps, Path(folder).resolve())))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from executor.messages import WAITING_TERMS, Pong
 
-STEPS_TO_LEARN = 3  # until then the limit is START_SECONDS
-START_SECONDS = 180.0  # first steps, forming and loading
+STEPS_TO_LEARN = 3  # until then the limit is that of early steps
+START_SECONDS = 180.0  # the first step, forming and loading
+EARLY_PATIENCE = 20.0  # times the longest step so far, at most START_SECONDS
 SAVING_SECONDS = 900.0  # a checkpoint or an evaluation
 PATIENCE = 5.0  # times the median step
 PREPARING_SECONDS = 60.0  # without an answer while modules are made, data or checkpoints read
@@ -49,8 +50,10 @@ class Patience:
         """Seconds without progress that count as a hang."""
         if self._phase in ("saving", "evaluating"):
             return SAVING_SECONDS
-        if self._phase != "training" or len(self._steps) < STEPS_TO_LEARN:
+        if self._phase != "training" or not self._steps:
             return START_SECONDS
+        if len(self._steps) < STEPS_TO_LEARN:
+            return min(START_SECONDS, EARLY_PATIENCE * max(self._steps) + self.floor)
         return PATIENCE * self.median + self.floor
 
     @property

@@ -35,7 +35,9 @@ def test_patience_learns_the_step_time() -> None:
     patience = Patience(floor=2.0)
     patience.progress("training")
     assert patience.limit == START_SECONDS
-    for seconds in (0.9, 1.0, 1.1, 30.0):
+    patience.step(0.9)
+    assert patience.limit == pytest.approx(2.0 + 20.0 * 0.9), "one step says something, if little"
+    for seconds in (1.0, 1.1, 30.0):
         patience.step(seconds)
     assert patience.limit == pytest.approx(2.0 + 5.0 * 1.05)
     patience.progress("saving")
