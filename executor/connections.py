@@ -39,7 +39,8 @@ def leave_groups() -> None:
     when groups are destroyed, not when forming them has failed: the members of the next generation would then wait for
     each other under unlike keys.
     """
-    # Destroying waits for gloo's threads, and one may never come back (`waiting`).
+    # Destroying joins gloo's threads with the interpreter held: one may never come back (`waiting`), or wait for the
+    # interpreter to let go of the last work's tensors.
     if os.path.isdir(_DESCRIPTORS):
         _kept.extend(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():

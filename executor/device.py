@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from executor.connections import leave_groups
 from specs.errors import BadInputError
 
 
@@ -74,7 +75,7 @@ def process_group(backend: str, timeout_seconds: float) -> Iterator[torch.device
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     yield device
     dist.barrier()  # rank 0 holds the store: it must not leave while others still talk to it
-    dist.destroy_process_group()
+    leave_groups()
 
 
 def leave() -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,6 +29,7 @@ def _serve(rank: int, tasks: Any, results: Any) -> None:
                 dist.barrier()  # none may leave while another still connects to it
                 results.put((rank, True, function(*arguments)))
             finally:
+                time.sleep(0.01)  # for gloo's threads to let go of tensors: destroying joins them, interpreter held
                 dist.destroy_process_group()
         except BaseException:
             results.put((rank, False, traceback.format_exc()))

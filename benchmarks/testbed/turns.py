@@ -89,6 +89,9 @@ def one_turn(job: Job, plan: Plan, store: dist.Store, name: str, turn: int) -> l
         dist.all_gather_object(kept, activations)
         line["activation_bytes"] = kept
     dist.barrier()
+    # Destroying joins gloo's threads with the interpreter held (torch 2.13), which a thread may want to let go of the
+    # last work's tensors: both would wait for ever.  So let it first.
+    time.sleep(0.05)
     dist.destroy_process_group()
     if rank == 0:
         with job.out.open("a") as out:
