@@ -288,6 +288,7 @@ class Supervisor:
         generation = self._generation
         back, heavy = self._absent.back(self._workers), self._heavy
         if self._absent.awaited - back and not self._stop_asked:
+            self._incident = self._incident or Incident(since_step=0.0, detection=0.0)  # waiting is a part of it
             return
         generation.paused.clear()
         generation.is_pausing = False
@@ -300,6 +301,7 @@ class Supervisor:
                 self._absent.remove(rank)
             generation.breaks(f"{words(back)} back" if back else f"{words(heavy)} slow")
         else:
+            self._incident = None
             self._tell(generation.members, Continue(stop=bool(self._stop_asked)))
 
     @property
