@@ -97,7 +97,7 @@ def test_shapes_play_as_the_formulas_say(name: str) -> None:
     formulas = PlanWork(plan)
     for seat in formulas.fullest_seats():
         chunk = 4 * 256 * plan.model.hidden // plan.pipelines[0].stages[0].num_ranks
-        agree(dry_run(plan, seat.process), formulas.of(seat), passing_bytes=3 * chunk)
+        agree(dry_run(plan, seat.process), formulas.of(seat), passing_bytes=chunk)
 
 
 def run_static(plan_json: str) -> tuple[int, int]:
@@ -147,3 +147,12 @@ def test_unlike_ranks_are_played_once() -> None:
     plan = build(small_model(), [ReplicaShape([StageShape(2), StageShape(2)], 1, 2)] * 3)
     assert len(PlanWork(plan).unlike_seats()) <= 4
     assert [seat.stage for seat in PlanWork(plan).fullest_seats()] == [0, 1]
+
+
+def test_more_micro_batches_keep_no_more() -> None:
+    """Beyond those that a pipeline has in flight."""
+    few, many = (
+        dry_run(build(small_model(), [ReplicaShape([StageShape(1)] * 3, 1, number)], seq_len=64), 1).activation_bytes
+        for number in (6, 18)
+    )
+    assert few == many
