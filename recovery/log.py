@@ -24,6 +24,7 @@ from specs.runlog import (
     SlowRecord,
     StartRecord,
     StepRecord,
+    read_log,
 )
 
 
@@ -34,7 +35,8 @@ class SupervisorLog:
         self.account = Account(started)
         self.step = self.evaluated = self.saved = 0
         self.step_time = time.monotonic()  # of the last record of a step, or since training goes on
-        self._log = RunLog(options.out / "log.jsonl")
+        self._path = options.out / "log.jsonl"
+        self._log = RunLog(self._path)
         self._progress = TrainingProgress(0, options.optimizer.num_steps, enabled=True)
         self._live = Live(options)
 
@@ -76,6 +78,14 @@ class SupervisorLog:
     def note(self, text: str) -> None:
         """For the person who watches."""
         self._progress.note(f"plait: {text}")
+
+    def catch_up(self) -> None:
+        """Take note of steps that a worker wrote to the log itself, cut off from here and sure to be alone."""
+        reached = 0
+        for record in read_log(self._path):
+            if isinstance(record, StartRecord | IncidentRecord | StepRecord):
+                reached = record.step
+        self.step = max(self.step, reached)
 
     def rewind(self, step: int) -> int:
         """Training goes on after `step`; gives the number of steps that are trained again."""

@@ -254,6 +254,8 @@ class Supervisor:
         else:
             path = self._options.out / "generations" / f"plan-{generation.number:04d}.json"
             plan.save(path)
+        if self._absent.causes:
+            self._log.catch_up()
         for rank, order in generation.orders(path, totals, self._log, self._faults).items():
             self._workers.send(rank, order)
         self._until(lambda: generation.is_formed)
