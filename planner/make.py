@@ -49,13 +49,15 @@ def make_plan(
     pricer = Pricer(problem, searcher)
     incumbent = Incumbent(pricer.seconds)
     rungs = climb(searcher, incumbent, freedom, deadline=deadline)
-    complete = rungs[-1].outcome.complete
+    complete, elsewhere = rungs[-1].outcome.complete, float("inf")
     for context in context_degrees(problem, nothing_fits=rungs[-1].layout is None) if complete else ():
         wider = make_searcher(problem, costs, engine, context)
         of_wider = Pricer(problem, wider)
         of_them = Incumbent(of_wider.seconds)
         climbed = climb(wider, of_them, freedom, deadline=deadline)
         better = climbed[-1].outcome.seconds < rungs[-1].outcome.seconds
+        left = rungs if better else climbed
+        elsewhere = min(elsewhere, left[-1].outcome.bound)
         if better:
             searcher, pricer, incumbent, rungs = wider, of_wider, of_them, climbed
         if rungs[-1].layout is not None and not better:  # more sharing only sends more
@@ -77,6 +79,10 @@ def make_plan(
         assert outcome.layout is not None
         chosen = outcome.layout
         ladder = (*ladder, goodput_rung(pricer.predictions[best.layout], pricer.predictions[chosen], chosen))
+    if (
+        objective != "memory"
+    ):  # spaces that were searched and left; G X is at most 1, so seconds bound what is delivered
+        outcome.bound = min(outcome.bound, elsewhere)
     plan, fitting = pricer.plan(chosen), {x: p for x, p in pricer.predictions.items() if pricer.fits(p)}
     made = plan.with_results(
         predicted=pricer.predictions[chosen],

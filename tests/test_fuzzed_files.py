@@ -123,8 +123,8 @@ def test_undamaged_documents_are_accepted() -> None:
 
 
 NUM_FILES = 10_000
-PER_COMMAND = 100  # every so many files also go through the command line
-PER_ACCEPTED = 50  # and of the accepted ones more
+PER_COMMAND = 50  # every so many files also go through the command line
+PER_ACCEPTED = 25  # and of the accepted ones more
 SLOWEST_SECONDS = 20.0
 
 

@@ -26,15 +26,18 @@ from tests.synthetic_costs import SyntheticCosts, cluster, some_options, tiny_mo
 MADE = Provenance(created_by="tests", created_at="2026-01-01T00:00:00Z")
 # (nodes, ranks per node, layers, global batch)
 SHAPES = [(1, 2, 2, 2), (2, 1, 2, 4), (1, 4, 1, 2), (2, 2, 1, 2)]
-NUM_INSTANCES = 200
+NUM_INSTANCES = 222
 # Those of them with unlike ranks: one slow device, or a node of a slower type with less memory.
 UNLIKE = frozenset(range(9, NUM_INSTANCES, 10))
 NUM_EQUAL = NUM_INSTANCES - len(UNLIKE)
+assert NUM_EQUAL == 200
 # Relative distance at which a search stops, and what its own bound may then be above the optimum.
 CLOSE = 2.1e-4
 ENGINES = ("dp", "ilp")
 # Objective over the true optimum, by kind of run and instance.
 ratios: dict[str, dict[int, float]] = defaultdict(dict)
+# Objective where nothing that is enumerated fits: stages then grow beyond a domain, and sequences are cut.
+wider: dict[str, dict[int, float]] = defaultdict(dict)
 
 
 def some_constraint(generator: random.Random, model: ModelSpec) -> Constraints:
@@ -108,8 +111,10 @@ def check(kind: str, seed: int, problem: Problem, costs, engine, plans: list[tup
     assert plan.predicted.step_time_seconds == found.objective_value
     assert plan.predicted.peak_memory_bytes <= cap
     assert found.bound <= best * (1 + 1e-9)
-    if best == float("inf"):  # a wider space, with sequences cut over ranks, is searched where none of these fits
-        ratios[kind][seed] = 1.0
+    if best == float("inf"):
+        pipeline, domain = plan.pipelines[0], problem.cluster.nodes[0].devices_per_node
+        assert pipeline.context_parallel > 1 or max(stage.num_ranks for stage in pipeline.stages) > domain
+        wider[kind][seed] = found.objective_value
         return
     assert best <= found.objective_value * (1 + 1e-9)
     if found.status == "optimal":
@@ -196,8 +201,8 @@ def test_no_plan_beats_the_bound(seed):
 @pytest.mark.parametrize("kind", [*ENGINES, *(f"{engine} with a constraint" for engine in ENGINES)])
 def test_the_best_plan_is_found_nearly_always(kind):
     """Unequal shares and pipelines of unlike stages leave gaps; they are shown, and rarely hide a better plan."""
-    if len(ratios[kind]) == NUM_EQUAL:
-        assert sum(ratio <= 1 + CLOSE for ratio in ratios[kind].values()) >= 0.97 * NUM_EQUAL
+    if len(ratios[kind]) + len(wider[kind]) == NUM_EQUAL:
+        assert sum(ratio <= 1 + CLOSE for ratio in ratios[kind].values()) >= 0.97 * len(ratios[kind])
         assert all(ratio < 1.05 for ratio in ratios[kind].values() if ratio != float("inf"))
 
 
@@ -206,8 +211,11 @@ def test_the_engines_agree():
     for first, second in pairwise(ENGINES):
         for kind in ("", " with a constraint"):
             one, other = ratios[first + kind], ratios[second + kind]
-            if len(one) == len(other) == NUM_EQUAL:
-                assert sum(abs(one[s] - other[s]) <= CLOSE or one[s] == other[s] for s in one) >= 0.97 * NUM_EQUAL
+            beyond, also = wider[first + kind], wider[second + kind]
+            if len(one) + len(beyond) == len(other) + len(also) == NUM_EQUAL:
+                assert one.keys() == other.keys()
+                assert sum(abs(one[s] - other[s]) <= CLOSE or one[s] == other[s] for s in one) >= 0.97 * len(one)
+            assert all(beyond[s] == pytest.approx(also[s], rel=CLOSE) for s in beyond.keys() & also.keys())
 
 
 def plan_of(problem: Problem, costs, **words) -> Plan | None:
