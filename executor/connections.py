@@ -42,7 +42,7 @@ def leave_groups() -> None:
     # Destroying joins gloo's threads with the interpreter held: one may never come back (`waiting`), or wait for the
     # interpreter to let go of the last work's tensors.
     if os.path.isdir(_DESCRIPTORS):
-        _kept.extend(dist.distributed_c10d._world.pg_map)
+        _kept.extend(g for g in dist.distributed_c10d._world.pg_map if dist.get_backend(g) == "gloo")
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()
