@@ -128,20 +128,22 @@ def run_held(arguments: list[str], nproc: int, *, after_crash: str) -> None:
         run_workers([*held_back_arguments(groups), *arguments], nproc, after_crash=after_crash)
 
 
-def profile_of(nproc: int, path: Path) -> Profile:
-    """The machine's profile with that many ranks; measured once."""
+def profile_of(
+    nproc: int, path: Path, *, model: str, seq_len: int, num_rounds: int, num_steps: int, command: str
+) -> Profile:
+    """The machine's profile with that many ranks, under the same quotas as the runs; measured once."""
     if not path.exists():
         options = ProfileOptions(
             out=path.resolve(),
-            model=model_preset(MODEL),
-            seq_len=SEQ_LEN,
+            model=model_preset(model),
+            seq_len=seq_len,
             block_sequences=(1, 2, 4),
             degrees=tuple(degree for degree in range(1, nproc + 1) if nproc % degree == 0),
             precision="fp32",
             backend="gloo",
-            num_rounds=3 if nproc == 2 else 2,
-            num_steps=8 if nproc == 2 else 4,
-            command="benchmarks/own_machine.py",
+            num_rounds=num_rounds,
+            num_steps=num_steps,
+            command=command,
             created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         file = path.with_name("profile-options.json")
@@ -240,7 +242,15 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.out or Path("build") / f"own-{options.nproc}"
     folder.mkdir(parents=True, exist_ok=True)
-    profile = profile_of(options.nproc, folder / "profile.json")
+    profile = profile_of(
+        options.nproc,
+        folder / "profile.json",
+        model=MODEL,
+        seq_len=SEQ_LEN,
+        num_rounds=3 if options.nproc == 2 else 2,
+        num_steps=8 if options.nproc == 2 else 4,
+        command="benchmarks/own_machine.py",
+    )
     plans = {}
     for name, shape in layouts(options.nproc):
         plan = plan_of(profile.cluster, **shape)  # type: ignore[arg-type]

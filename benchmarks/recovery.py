@@ -25,19 +25,17 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.own_machine import run_held
+from benchmarks.own_machine import profile_of
 from benchmarks.testbed.quotas import held_back_arguments, quotas, share_of_core
 from cost_models.sources import survivors_costs
 from cost_models.step import price
 from executor.launch import WorkerError
 from executor.start import prepare_run
-from profiles.options import ProfileOptions
 from recovery.policy import Policy, Way, WayOn, ranks_of
 from recovery.start import make_workers
 from recovery.supervisor import Supervisor
@@ -69,27 +67,6 @@ class Outcome:
     wall_seconds: float
     kept_tokens: int
     redone_steps: int
-
-
-def profile_of(path: Path, seq_len: int) -> Profile:
-    """This machine's, with as many ranks and under the same quotas as the runs."""
-    options = ProfileOptions(
-        out=path,
-        model=model_preset("demo"),
-        seq_len=seq_len,
-        block_sequences=(1, 2, 4),
-        degrees=(1, 2, 4),
-        precision="fp32",
-        backend="gloo",
-        num_rounds=2,
-        num_steps=3,
-        command="benchmarks/recovery.py",
-        created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
-    file = path.with_name("profile-options.json")
-    options.save(file)
-    run_held(["profiles.measure", str(file)], NUM_RANKS, after_crash="Nothing was written.")
-    return load_document(Profile, path, "profile")
 
 
 def make_plan(profile: Profile, seq_len: int) -> Plan:
@@ -194,7 +171,15 @@ def main() -> None:
             folder = arguments.keep.resolve()
             folder.mkdir(parents=True, exist_ok=True)
         profile_path, plan_path = folder / "profile.json", folder / "plan.json"
-        profile = profile_of(profile_path, arguments.seq_len)
+        profile = profile_of(
+            NUM_RANKS,
+            profile_path,
+            model="demo",
+            seq_len=arguments.seq_len,
+            num_rounds=2,
+            num_steps=3,
+            command="benchmarks/recovery.py",
+        )
         plan = make_plan(profile, arguments.seq_len)
         plan.save(plan_path)
         policies = {"plan anew": (False, False), "drop the replica": (True, False), "stop and restart": (False, True)}
