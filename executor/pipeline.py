@@ -2,7 +2,8 @@
 
 Chunks cross from stage to stage by interval overlap, each rank sending only its own tokens.  Every channel (from one
 stage to another, activations or gradients) has a group of its own; receives are posted in the order of the other
-side's sends, one action ahead.
+side's sends, on every channel the next one as soon as one has arrived: what is sent travels while this stage computes,
+whatever it computes.
 """
 
 from __future__ import annotations
@@ -63,26 +64,35 @@ class _Outbox:
 
 @dataclass
 class _Inbox:
-    """Receives from another stage, in the order in which it sends: (virtual stage here, micro-batch)."""
+    """Receives from another stage, in the order in which it sends: (virtual stage here, micro-batch).  `empty` makes
+    room for one.
+    """
 
     group: dist.ProcessGroup
     transfers: list[tuple[int, Interval]]
     order: Sequence[tuple[int, int]]
+    empty: Callable[[], Tensor]
     num_posted: int = 0
     posted: dict[tuple[int, int], tuple[Tensor, list[dist.Work]]] = field(default_factory=dict)
 
-    def post(self, key: tuple[int, int], empty: Callable[[], Tensor]) -> None:
-        """Post receives up to this one."""
-        while key not in self.posted:
-            chunk = empty()
-            works = [dist.irecv(chunk[t.start : t.stop], process, group=self.group) for process, t in self.transfers]
-            self.posted[self.order[self.num_posted]] = (chunk, works)
-            self.num_posted += 1
+    def post(self) -> None:
+        """Post the next receive, if there is one."""
+        if self.num_posted == len(self.order):
+            return
+        chunk = self.empty()
+        works = [dist.irecv(chunk[t.start : t.stop], process, group=self.group) for process, t in self.transfers]
+        self.posted[self.order[self.num_posted]] = (chunk, works)
+        self.num_posted += 1
 
     def take(self, key: tuple[int, int]) -> Tensor:
+        """Wait for one, which others may come before, and let the next one come."""
+        while key not in self.posted:
+            self.post()
         chunk, works = self.posted.pop(key)
         for work in works:
             wait_transfer(work)
+        if not self.posted:
+            self.post()
         return chunk
 
 
@@ -95,14 +105,14 @@ class _Program:
         self.actions = actions[layout.stage_index]
         self.num_stages = len(actions)
 
-    def inboxes(self) -> dict[Direction, _Inbox]:
-        """For one step: where activations and gradients come from, if they do."""
+    def inboxes(self, empty: Callable[[], Tensor]) -> dict[Direction, _Inbox]:
+        """For one step: where activations and gradients come from, if they do; `empty` makes room for a chunk."""
         here, boxes = self._layout.stage_index, {}
         for kind, source in self._neighbours(before=-1):
             if (kind, source) in self._traffic:
                 group = self._group(kind, source, here)
                 transfers = self._layout.boundary_transfers(source)
-                boxes[kind] = _Inbox(group, transfers, self._traffic[kind, source].order)
+                boxes[kind] = _Inbox(group, transfers, self._traffic[kind, source].order, empty)
         return boxes
 
     def outboxes(self) -> dict[Direction, _Outbox]:
@@ -180,18 +190,17 @@ class _Step:
         self._stage, self._num_stages = runner.layout.stage_index, program.num_stages
         self._last_place = program.num_stages * len(runner.stages) - 1
         self._actions = program.actions
-        self._inboxes, self._outboxes = program.inboxes(), program.outboxes()
+        self._inboxes, self._outboxes = program.inboxes(self._empty_chunk), program.outboxes()
         # By (virtual stage, micro-batch): input and output from F to B or I, weight gradients from I to W.
         self._kept: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self._deferred: dict[tuple[int, int], list[Deferred]] = {}
 
     def run(self, micro_batches: Callable[[int], MicroBatch], scale: float) -> Iterator[Tensor]:
         """Run all actions; yields what the last virtual stage of the chain makes."""
-        self._post(self._actions[0])
-        for number, action in enumerate(self._actions):
+        for inbox in self._inboxes.values():
+            inbox.post()
+        for action in self._actions:
             received = self._take(action)
-            if number + 1 < len(self._actions):
-                self._post(self._actions[number + 1])
             with self._clock.action(str(action)):
                 match action.kind:
                     case "F":
@@ -258,11 +267,6 @@ class _Step:
         layout = self._runner.layout
         shape = (layout.chunk.size, layout.plan.model.hidden)
         return torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device)
-
-    def _post(self, action: Action) -> None:
-        inbox = self._inbox(action)
-        if inbox is not None:
-            inbox.post((action.virtual, action.micro_batch), self._empty_chunk)
 
     def _take(self, action: Action) -> Tensor | None:
         inbox = self._inbox(action)
