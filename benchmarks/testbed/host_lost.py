@@ -26,6 +26,7 @@ from typing import get_args
 from benchmarks.recovery import drop_replicas
 from benchmarks.testbed.hosts import PORT, SUBNET, Bed, Running
 from benchmarks.testbed.measure import profile_of
+from benchmarks.testbed.pictures import draw_host_lost
 from benchmarks.testbed.plans import MODEL
 from benchmarks.testbed.progress import Progress
 from benchmarks.testbed.quotas import held_back_arguments
@@ -235,5 +236,12 @@ def write(outcomes: Sequence[Outcome], results: Path) -> str:
     )
     text += "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)) + "\n"
     write_whole(results / "testbed-host-lost.md", text)
+    by_policy = [[each for each in outcomes if each.policy == policy] for policy in get_args(PolicyName)]
+    draw_host_lost(
+        get_args(PolicyName),
+        [[each.goodput for each in runs] for runs in by_policy],
+        [statistics.median(each.predicted_goodput for each in runs) for runs in by_policy],
+        results / "testbed-host-lost.png",
+    )
     write_whole(results / "testbed-host-lost.json", json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
     return text

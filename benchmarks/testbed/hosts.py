@@ -27,6 +27,7 @@ from specs.errors import BadInputError
 
 PREFIX = "plait"
 SUBNET = "10.213.77"  # inside the namespaces only
+PIECE_SECONDS, MIN_PIECE, MAX_PIECE = 131e-6, 1 << 13, 1 << 16  # of what goes through a cable at once, bytes
 PORT = 29519
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -232,11 +233,13 @@ def _ip(*arguments: str) -> str:
 
 
 def _limit(space: str, device: str, bits_per_second: float) -> None:
-    # The bucket must hold what passes in one tick of the kernel's clock, and at least one large segment (64 KiB); the
-    # queue before it so much that none is dropped, since TCP resends what was dropped only after 200 ms.
-    burst = max(int(bits_per_second / 8 / 250), 1 << 17)
+    # What a rank sends after a while of computing passes at once as far as the bucket goes, which no cable does: so the
+    # bucket holds little more than two pieces, and the kernel hands on pieces of about an eighth of a millisecond.
+    # The queue before it is so long that none is dropped, since TCP resends what was dropped only after 200 ms.
+    piece = min(max(int(bits_per_second / 8 * PIECE_SECONDS), MIN_PIECE), MAX_PIECE)
+    _ip("-n", space, "link", "set", device, "gso_max_size", str(piece))
     command = ["tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf"]
-    command += ["rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", "1000ms"]
+    command += ["rate", f"{bits_per_second:.0f}bit", "burst", str(5 * piece // 2), "latency", "1000ms"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BadInputError(f"`{' '.join(command)}` failed: {done.stderr.strip()}. The kernel may lack sch_tbf.")

@@ -1,4 +1,4 @@
-"""Results as tables (Markdown, CSV) and pictures, with the machine and the date."""
+"""Results as tables (Markdown, CSV), with the machine and the date, and what `pictures` draws of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from benchmarks.testbed import agreement, nonuniform, slow_rank
+from benchmarks.testbed import agreement, nonuniform, pictures, slow_rank
 from benchmarks.testbed.measure import Measured
 from executor.device import device_name
 from specs.base import write_whole
@@ -70,46 +70,8 @@ def write_agreement(found: Sequence[agreement.Agreement], results: Path) -> str:
             rows.writerow([item.case.name, name, foreseen, *times, measured.turns, *errors])
     write_whole(results / "testbed-agreement.csv", buffer.getvalue())
     write_whole(results / "testbed-agreement.md", text)
-    _draw_agreement(found, results / "testbed-agreement.png")
+    pictures.draw_agreement(found, results / "testbed-agreement.png")
     return text
-
-
-def _draw_agreement(found: Sequence[agreement.Agreement], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    columns = min(4, len(found))
-    lines = -(-len(found) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(3.2 * columns, 3.2 * lines), squeeze=False)
-    for axis, item in zip(axes.flat, found, strict=False):
-        names = list(item.predicted)
-        measured = [item.measured[name].seconds for name in names]
-        axis.errorbar(
-            [item.predicted[name] for name in names],
-            measured,
-            yerr=[
-                [max(0.0, m - item.measured[name].p10) for m, name in zip(measured, names, strict=True)],
-                [max(0.0, item.measured[name].p90 - m) for m, name in zip(measured, names, strict=True)],
-            ],
-            fmt="o",
-            markersize=4,
-            linewidth=0.8,
-        )
-        chosen = item.measured[agreement.CHOSEN].seconds
-        axis.plot([item.predicted[agreement.CHOSEN]], [chosen], "*", markersize=12, color="tab:red", label="chosen")
-        ends = [0.9 * min([*measured, *item.predicted.values()]), 1.1 * max([*measured, *item.predicted.values()])]
-        axis.plot(ends, ends, linewidth=0.8, color="gray")
-        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=item.case.name)
-        axis.legend(loc="upper left", frameon=False)
-    for axis in axes.flat[len(found) :]:
-        axis.set_visible(False)
-    figure.supxlabel("predicted step, s")
-    figure.supylabel("measured step, s (bars: middle 80 %)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def write_nonuniform(found: Sequence[nonuniform.Outcome], results: Path) -> str:
@@ -129,6 +91,7 @@ def write_nonuniform(found: Sequence[nonuniform.Outcome], results: Path) -> str:
     header = ("case", "hosts x ranks", "memory cap", "rival", "rival's step", "chosen", "saved, predicted", "measured")
     text = heading("Best uniform plan against degrees per module") + "\n" + _table(header, rows)
     write_whole(results / "testbed-nonuniform.md", text)
+    pictures.draw_nonuniform(found, results / "testbed-nonuniform.png")
     return text
 
 
@@ -155,4 +118,5 @@ def write_slow_rank(found: slow_rank.Recovery, results: Path) -> str:
     text += _table(("cuts", "step", "10 .. 90 %, ms", "over healthy"), rows)
     text += f"\nNo cut can beat {seconds(found.bound)}; cuts by speed recover {percent(found.recovered)} of the rest.\n"
     write_whole(results / "testbed-slow-rank.md", text)
+    pictures.draw_slow_rank(found, results / "testbed-slow-rank.png")
     return text
