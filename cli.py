@@ -14,8 +14,11 @@ def _quit(signum: int, frame: object) -> None:  # noqa: ARG001
     os._exit(130)
 
 
-# Ctrl-C while the imports below run, before `main` can catch it.  Only in the command's own process.
-if os.path.basename(sys.argv[0]) == "plait":
+# The command's own process: `plait` or `python -m cli`.
+IS_OWN = os.path.basename(sys.argv[0]) in ("plait", "cli.py")
+
+# Ctrl-C while the imports below run, before `main` can catch it.
+if IS_OWN:
     signal.signal(signal.SIGINT, _quit)
 
 import typer  # noqa: E402
@@ -91,7 +94,11 @@ COMMANDS = {
 # Commands whose output is what was asked for: it is printed when quiet, too.
 PRODUCT = ("export", "generate", "schema")
 
+# The command that is asked for is the only one whose file its process needs; help and mistakes need them all.
+asked = sys.argv[1] if IS_OWN and len(sys.argv) > 1 and sys.argv[1] in COMMANDS else None
 for command, module in COMMANDS.items():
+    if asked not in (None, command):
+        continue
     entry = getattr(importlib.import_module(f"commands.{module}"), module)
     if isinstance(entry, typer.Typer):  # a group of commands
         for part in entry.registered_commands:

@@ -12,8 +12,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from executor.launch import QUIET
-
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="Print nothing but errors, and what was asked for: JSON, a text, a schema."),
@@ -56,6 +54,8 @@ def with_output(command: Callable[..., Any], *, is_product: bool = False) -> Cal
 
 @contextlib.contextmanager
 def _workers_are_quiet() -> Any:
+    from executor.launch import QUIET  # sockets and processes, which few commands need
+
     os.environ[QUIET] = "1"
     try:
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from specs.layout import Interval, refine
@@ -58,7 +59,7 @@ class _Key(NamedTuple):
     gathered_again: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Place:
     """One module's place in one pipeline."""
 
@@ -66,6 +67,11 @@ class _Place:
     stage: int
     module: Module
     placement: ModulePlacement
+
+    @cached_property
+    def units(self) -> tuple[Interval, ...]:
+        """Of every rank of the stage."""
+        return tuple(self.placement.units_of(rank, self.module) for rank in range(sum(self.placement.blocks)))
 
     def key(self) -> tuple[object, ...]:
         placement = self.placement
@@ -113,6 +119,23 @@ def holdings(plan: Plan) -> Holdings:
     )
 
 
+class _Holder(NamedTuple):
+    """A stage that holds a tensor of a module: the units of each of its ranks."""
+
+    tensor: TensorSpec
+    module: Module
+    units: tuple[Interval, ...]
+
+
+class _Parts(NamedTuple):
+    """A tensor's atomic intervals, each with the (holder, rank in its stage) that have it and its elements; and the
+    rows of those that have several of them as one.
+    """
+
+    shared: tuple[tuple[tuple[tuple[int, int], ...], int], ...]
+    copied: tuple[tuple[int, int, Interval], ...]
+
+
 def _add(
     holders: Sequence[tuple[TensorSpec, _Place]],
     count: int,
@@ -123,21 +146,38 @@ def _add(
     tensor, place = holders[0]
     zero = sharding_level(tensor, place.placement.zero)
     again = zero == 3 and not isinstance(place.module, Embedding | Head)
-    width = max(tensor.cols, 1)
-    held: dict[tuple[Member, Interval], None] = {}
-    for spec, where in holders:
-        for rank in range(sum(where.placement.blocks)):
-            rows = local_rows(where.module, spec, where.placement.units_of(rank, where.module))
-            held[(where.pipeline, where.stage, rank), rows] = None
-    atoms = refine({rows for _, rows in held})
+    stages = [(where.pipeline, where.stage) for _, where in holders]
+    parts = _parts(tuple(_Holder(spec, where.module, where.units) for spec, where in holders))
     touched: set[_Key] = set()
-    for atom in atoms:
-        inside = (member for member, rows in held if rows.start <= atom.start and atom.stop <= rows.stop)
-        key = _Key(tuple(dict.fromkeys(inside)), zero, tensor.decay, again)
-        sizes[key] += count * atom.size * width
+    for ranks, num_elements in parts.shared:
+        key = _Key(tuple(dict.fromkeys((*stages[at], rank) for at, rank in ranks)), zero, tensor.decay, again)
+        sizes[key] += count * num_elements
         touched.add(key)
-    known = set(atoms)
-    for member, rows in held:
-        if rows not in known and zero < 3:
+    if zero < 3:
+        width = max(tensor.cols, 1)
+        for member, rows in dict.fromkeys(((*stages[at], rank), rows) for at, rank, rows in parts.copied):
             copied[member] += count * rows.size * width
     return touched
+
+
+@lru_cache(maxsize=4096)
+def _parts(holders: tuple[_Holder, ...]) -> _Parts:
+    """The same on all stages, and in all plans, that cut a module alike."""
+    width = max(holders[0].tensor.cols, 1)
+    held = [
+        (at, rank, local_rows(module, tensor, units))
+        for at, (tensor, module, of_ranks) in enumerate(holders)
+        for rank, units in enumerate(of_ranks)
+    ]
+    atoms = refine({rows for _, _, rows in held})
+    known = set(atoms)
+    return _Parts(
+        tuple(
+            (
+                tuple((at, rank) for at, rank, rows in held if rows.start <= atom.start and atom.stop <= rows.stop),
+                atom.size * width,
+            )
+            for atom in atoms
+        ),
+        tuple((at, rank, rows) for at, rank, rows in held if rows not in known),
+    )

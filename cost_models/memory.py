@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes, deferred_bytes
 from cost_models.buckets import BUCKET_ELEMENTS, Holdings, Member
@@ -19,7 +20,7 @@ from cost_models.working import working_bytes
 from specs.cluster import Precision
 from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
 from specs.model import Attention, Module
-from specs.plan import MemoryTerms, ModulePlacement, Plan
+from specs.plan import MemoryTerms, ModulePlacement, Plan, Recompute
 from specs.schedule import Held, most_held
 from specs.tensors import local_rows, sharding_level, tensors_of
 
@@ -101,6 +102,30 @@ def _kv_holders(module: Attention, group: int, degree: int) -> int:
 def matrix_elements(module: Module, units: Interval) -> list[int]:
     """Elements of each matrix of a module on one rank."""
     return [local_rows(module, tensor, units).size * tensor.cols for tensor in tensors_of(module) if tensor.cols]
+
+
+class _OnRank(NamedTuple):
+    """Bytes of one module on one rank: per micro-batch in flight, of those what waits for weight gradients too, at
+    work; elements of its largest matrix and of all of them.
+    """
+
+    kept: int
+    deferred: int
+    working: int
+    largest: int
+    matrices: int
+
+
+@lru_cache(maxsize=65536)
+def _on_rank(module: Module, share: Share, precision: Precision, recompute: Recompute) -> _OnRank:
+    matrices = matrix_elements(module, share.units)
+    return _OnRank(
+        activation_bytes(module, share, precision, recompute),
+        deferred_bytes(module, share, precision, recompute),
+        working_bytes(module, share, precision, recompute),
+        max(matrices, default=0),
+        sum(matrices),
+    )
 
 
 def sharding_bytes(scattered: int, bucket: int, gathered: int, precision: Precision) -> int:
@@ -203,16 +228,15 @@ class PlanMemory:
         for virtual, groups in enumerate(runs):
             for group in groups:
                 share = share_of(group.placement, group.module, member[2], cuts, self._plan.training.seq_len, context)
-                recompute = group.placement.recompute
-                kept[virtual] += group.count * activation_bytes(group.module, share, precision, recompute)
-                deferred[virtual] += group.count * deferred_bytes(group.module, share, precision, recompute)
-                working = max(working, working_bytes(group.module, share, precision, recompute))
+                own = _on_rank(group.module, share, precision, group.placement.recompute)
+                kept[virtual] += group.count * own.kept
+                deferred[virtual] += group.count * own.deferred
+                working = max(working, own.working)
                 if isinstance(group.module, Attention) and not self._kernel_masks(group.module):
                     kind = (group.module.window, group.module.score_cap is not None)
                     masks[kind] = max(masks.get(kind, 0), mask_elements(group.module, share))
-                matrices = matrix_elements(group.module, share.units)
-                bucket = max(bucket, *matrices)
-                gathered = max(gathered, sum(matrices) if group.placement.zero == 3 else 0)
+                bucket = max(bucket, own.largest)
+                gathered = max(gathered, own.matrices if group.placement.zero == 3 else 0)
         activations = max(
             sum(n * size for n, size in zip(held.kept + held.deferred, kept + deferred, strict=True))
             for held in moments

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from cost_models.activations import ACTIVATION_BYTES
 from cost_models.context import with_exchange
@@ -63,6 +64,18 @@ class ReplicaPass:
         )
 
 
+class _GroupPass(NamedTuple):
+    """One of equal modules in a micro-batch, as `StagePass` sums them up."""
+
+    forward: float
+    backward: float
+    weight: float
+    mean_forward: float
+    mean_backward: float
+    variance: float
+    estimated: bool
+
+
 def replica_pass(
     plan: Plan,
     costs: CostModel,
@@ -76,11 +89,12 @@ def replica_pass(
     num_stages = len(pipeline.stages)
     num_micro_batches = replica.sequences // pipeline.micro_batch
     actions = pipeline.stage_actions(num_micro_batches)
+    known: dict[tuple[object, ...], _GroupPass] = {}
     runs = [
         [
             _with_sharding(
                 _virtual_stage_pass(
-                    plan, costs, topology, chain, replica, index, virtual, splits=_splits(actions[index])
+                    plan, costs, topology, chain, replica, index, virtual, known, splits=_splits(actions[index])
                 ),
                 costs,
                 sharding.get((replica.pipeline, index)),
@@ -144,41 +158,34 @@ def _virtual_stage_pass(
     replica: ReplicaClass,
     index: int,
     virtual: int,
+    known: dict[tuple[object, ...], _GroupPass],
     *,
     splits: bool,
 ) -> StagePass:
-    """A module takes a stage as long as its slowest rank needs; what the others wait is communication.
-
-    Of the three collectives of a backward pass one belongs to the weight gradients.  How the pass divides is computed
-    from operations, never measured, so that it counts as estimated.
-    """
+    """`known`: what modules take that lie alike, on whichever stages of the replica."""
     pipeline = plan.pipelines[replica.pipeline]
     stage = pipeline.stages[index]
     ranks = topology.stage_ranks(replica, index)
     start = pipeline.stage_starts()[index]
     speeds = replica.speeds[start : start + len(ranks)] if replica.speeds else (1.0,) * len(ranks)
-    cuts = stage.chunk_cuts(pipeline.micro_batch * plan.training.seq_len)
+    cuts, pattern = stage.chunk_cuts(pipeline.micro_batch * plan.training.seq_len), topology.pattern(ranks)
     run = stage.runs()[virtual]
     forward = backward = weight = mean_forward = mean_backward = variance = 0.0
     estimated = splits
     for group in module_groups(run, chain):
-        by_rank = _rank_costs(plan, costs, topology, group, ranks, stage, pipeline)
-        computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
-        forward += group.count * max(
-            f + c.forward_communication_seconds for (f, _), c in zip(computing, by_rank, strict=True)
-        )
-        backward += group.count * max(
-            b + c.backward_communication_seconds for (_, b), c in zip(computing, by_rank, strict=True)
-        )
-        if splits:
-            weight += group.count * max(
-                _weight_seconds(plan, group, rank, cuts, pipeline, b, c.backward_communication_seconds)
-                for rank, ((_, b), c) in enumerate(zip(computing, by_rank, strict=True))
-            )
-        mean_forward += group.count * sum(f for f, _ in computing) / len(ranks)
-        mean_backward += group.count * sum(b for _, b in computing) / len(ranks)
-        variance += group.count * costs.jitter**2 * max(f * f + b * b for f, b in computing)
-        estimated = estimated or any(cost.estimated for cost in by_rank)
+        placed = group.placement
+        key = (id(group.module), placed.blocks, placed.cuts, placed.recompute, cuts, pattern, speeds, splits)
+        if key not in known:
+            by_rank = _rank_costs(plan, costs, topology, group, ranks, stage, pipeline)
+            known[key] = _group_pass(plan, costs, group, by_rank, speeds, cuts, pipeline, splits=splits)
+        own = known[key]
+        forward += group.count * own.forward
+        backward += group.count * own.backward
+        weight += group.count * own.weight
+        mean_forward += group.count * own.mean_forward
+        mean_backward += group.count * own.mean_backward
+        variance += group.count * own.variance
+        estimated = estimated or own.estimated
     reads = any(placement.module in ("embedding", "head") for placement in run)
     data = costs.overhead.data_seconds_per_sequence * pipeline.micro_batch if reads else 0.0
     host = costs.overhead.other_seconds_per_action
@@ -193,6 +200,40 @@ def _virtual_stage_pass(
         sharding=0.0,
         variance=variance,
         estimated=estimated,
+    )
+
+
+def _group_pass(
+    plan: Plan,
+    costs: CostModel,
+    group: ModuleGroup,
+    by_rank: Sequence[ModuleCost],
+    speeds: Sequence[float],
+    cuts: Cuts,
+    pipeline: Pipeline,
+    *,
+    splits: bool,
+) -> _GroupPass:
+    """A module takes a stage as long as its slowest rank needs; what the others wait is communication.
+
+    Of the three collectives of a backward pass one belongs to the weight gradients.  How the pass divides is computed
+    from operations, never measured, so that it counts as estimated.
+    """
+    computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
+    weight = 0.0
+    if splits:
+        weight = max(
+            _weight_seconds(plan, group, rank, cuts, pipeline, b, c.backward_communication_seconds)
+            for rank, ((_, b), c) in enumerate(zip(computing, by_rank, strict=True))
+        )
+    return _GroupPass(
+        forward=max(f + c.forward_communication_seconds for (f, _), c in zip(computing, by_rank, strict=True)),
+        backward=max(b + c.backward_communication_seconds for (_, b), c in zip(computing, by_rank, strict=True)),
+        weight=weight,
+        mean_forward=sum(f for f, _ in computing) / len(by_rank),
+        mean_backward=sum(b for _, b in computing) / len(by_rank),
+        variance=costs.jitter**2 * max(f * f + b * b for f, b in computing),
+        estimated=any(cost.estimated for cost in by_rank),
     )
 
 

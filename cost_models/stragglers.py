@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from specs.failures import SlowDevices
 from specs.profile import Profile
@@ -30,14 +31,20 @@ class Stragglers:
         return self.spread * self.links * self.episodes * (1.0 if culled else self.persistent)
 
 
+@lru_cache(maxsize=1)
+def _normal() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Points and the standard normal's distribution function there."""
+    x = np.linspace(-9.0, 9.0, 7201)
+    return x, np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x.tolist()])
+
+
 @lru_cache(maxsize=256)
 def expected_maximum(number: int) -> float:
     """Expected maximum of that many standard normal variables.
 
     # E[max] = integral of x d(Phi(x)^n), by parts: integral_0^inf (1 - Phi^n) dx - integral_-inf^0 Phi^n dx
     """
-    x = np.linspace(-9.0, 9.0, 7201)
-    phi = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x])
+    x, phi = _normal()
     power = phi**number
     integrand = np.where(x >= 0.0, 1.0 - power, -power)
     integrand[3600] = 0.5 - power[3600]  # the jump at 0 belongs half to each side

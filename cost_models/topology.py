@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from cost_models.buckets import Member
 from specs.cluster import LinkLevel
@@ -36,26 +37,26 @@ class Topology:
     """Placement of a plan's ranks on nodes."""
 
     def __init__(self, plan: Plan) -> None:
-        starts = plan.cluster.node_starts()
-        self._node: list[int] = []
-        for node, (start, stop) in enumerate(pairwise(starts)):
-            self._node += [node] * (stop - start)
+        sizes = np.diff(plan.cluster.node_starts())
+        nodes = np.repeat(np.arange(sizes.size), sizes)
+        self._node: list[int] = nodes.tolist()
         self._stage_starts = [pipeline.stage_starts() for pipeline in plan.pipelines]
-        self._ranks: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for replica in plan.replicas:
-            self._ranks[replica.pipeline].append(replica.ranks)
+        # Nodes of every pipeline's replicas: [replica, position].
+        self._nodes: dict[int, npt.NDArray[np.int64]] = {
+            number: nodes[[replica.ranks for replica in plan.replicas if replica.pipeline == number]]
+            for number in {replica.pipeline for replica in plan.replicas}
+        }
         self.classes = self._classes(plan)
 
     def _classes(self, plan: Plan) -> tuple[ReplicaClass, ...]:
         slow = plan.cluster.slow
+        borders = {number: iter(nodes[:, 1:] != nodes[:, :-1]) for number, nodes in self._nodes.items()}
         found: dict[tuple[object, ...], ReplicaClass] = {}
         for replica in plan.replicas:
-            nodes = [self._node[rank] for rank in replica.ranks]
-            borders = bytes(left != right for left, right in pairwise(nodes))
             speeds = None
             if slow and any(rank in slow for rank in replica.ranks):
                 speeds = tuple(slow.get(rank, 1.0) for rank in replica.ranks)
-            key = (replica.pipeline, replica.sequences, borders, speeds)
+            key = (replica.pipeline, replica.sequences, next(borders[replica.pipeline]).tobytes(), speeds)
             known = found.get(key)
             found[key] = ReplicaClass(
                 replica.pipeline,
@@ -75,11 +76,16 @@ class Topology:
 
     def group(self, members: Iterable[Member]) -> Span:
         """The members' ranks in all replicas of their pipelines."""
-        ranks = []
-        for pipeline, stage, rank in members:
-            position = self._stage_starts[pipeline][stage] + rank
-            ranks += [replica[position] for replica in self._ranks[pipeline]]
-        return self.span(ranks)
+        nodes = np.concatenate(
+            [self._nodes[pipeline][:, self._stage_starts[pipeline][stage] + rank] for pipeline, stage, rank in members]
+        )
+        together = int(np.count_nonzero(nodes == nodes[0]))
+        return Span(len(nodes), "scale_up" if together == len(nodes) else "scale_out", together)
+
+    def pattern(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Nodes of cluster ranks relative to the first one's: groups of equal patterns have equal spans."""
+        first = self._node[ranks[0]]
+        return tuple(self._node[rank] - first for rank in ranks)
 
     def stage_ranks(self, replica: ReplicaClass, stage: int) -> tuple[int, ...]:
         """Cluster ranks of a stage of a class's example, in chunk order."""

@@ -12,7 +12,7 @@ costs beyond these bounds, `cost_models.step.price` adds.)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -25,14 +25,16 @@ from cost_models.stragglers import expected_maximum
 from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource
-from planner.partition import Family, Partition, StageValues, best_partition
+from planner.partition import Partition, StageValues, best_partition
 from planner.paths import Path, PipelineShape, pipeline_bound
 from planner.rates import Exposure
 from planner.space import Grid, divisors
 from planner.stage import OptionTable, Weights
 from planner.stage_bounds import Place, StageBounds, StageResult
+from planner.windows import Least, Runs, all_runs, possible_runs
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class Best(Protocol):
@@ -120,6 +122,7 @@ class GridSearch:
         self._total = self._weights(1.0, 1.0, 0.0, 1.0)  # T with this stage's part of the optimizer
         self._forward = self._bounds.least(Weights(1.0, 0.0))
         self._late = self._weights(0.0, 0.0, weight=1.0)
+        self._needed = [self._needs_of(stage) for stage in range(grid.num_stages)]
         self._exhausted: float | None = None  # the bound when nothing new was left to try
         self._offered: set[tuple[int, ...]] = set()
 
@@ -220,7 +223,7 @@ class GridSearch:
             found.append(float(reach[-1]))
         return found[0], found[1]
 
-    def _needs(self, stage: int) -> list[_Need]:
+    def _needs_of(self, stage: int) -> list[_Need]:
         """The families of paths of a stage; of the first with its gradient sync.  Those that visit other stages once
         with its part of the optimizer.
         """
@@ -242,47 +245,57 @@ class GridSearch:
         return found
 
     def _partition(self, *, at_least: float, below: float, accuracy: float) -> Partition | None:
-        chain = self.chain
-        values = self._stage_values(below)
-        return best_partition(self.shape, chain.contents, values, at_least=at_least, below=below, accuracy=accuracy)
+        runs = possible_runs(self.shape, self.chain.contents, self._least, below)
+        if runs is None:
+            return None
+        self._bound(runs)
+        values = [self._stage_values(stage, own.numbers) for stage, own in enumerate(runs)]
+        return best_partition(self.shape, runs, values, at_least=at_least, below=below, accuracy=accuracy)
 
-    def _stage_values(self, below: float) -> list[StageValues]:
-        """For every stage what the partition needs of it; stages alike share an object."""
-        self._bound_contents(below)
-        known: dict[tuple[Place, int], StageValues] = {}
-        values = []
-        for stage, place in enumerate(self._places):
-            key = (place, self.shape.ahead(stage))
-            if key not in known:
-                families = [
-                    Family(need.path, need.scale * self._bounds.values(place, need.weights) + need.more)
-                    for need in self._needs(stage)
-                ]
-                known[key] = StageValues(
-                    alone=self._bounds.values(place, self._alone),
-                    total=self._bounds.values(place, self._total),
-                    ending=self._bounds.values(place, self._ending(place)),
-                    once=np.zeros_like(self._forward) if place.first else self._bounds.least(self._once(place)),
-                    forward=self._forward,
-                    families=tuple(families),
-                    weight=self._bounds.least(self._late),
-                    first=self._bounds.least(self._once(place)) if place.first else np.zeros_like(self._forward),
-                )
-            values.append(known[key])
-        return values
+    @cached_property
+    def _least(self) -> Least:
+        alone = [
+            min(float((menu.tables[kind].forward + menu.tables[kind].backward).min()) for menu in self.menus)
+            for kind in range(len(self.chain.modules))
+        ]
+        return Least(
+            forward=self._forward,
+            backward=self._bounds.least(Weights(0.0, 1.0)),
+            both=self._bounds.least(Weights(1.0, 1.0)),
+            weight=self._bounds.least(self._late),
+            along=self.chain.counts @ np.array(alone) + 2.0 * self.host,
+        )
 
-    def _bound_contents(self, below: float) -> None:
-        """Bound all contents that may be part of a partition within `below`."""
-        least = self._bounds.least(self._weights(1.0, 1.0, weight=1.0))
-        self._bounds.bound(self._rows(), np.flatnonzero(self.grid.num_micro_batches * least <= below))
+    def _bound(self, runs: Sequence[Runs]) -> None:
+        """Bound what runs contain, on the places of their stages."""
+        numbers: dict[Place, list[Ints]] = {}
+        asked: dict[Place, list[Weights]] = {}
+        for stage, (place, own) in enumerate(zip(self._places, runs, strict=True)):
+            numbers.setdefault(place, []).append(own.numbers)
+            weights = asked.setdefault(place, [self._alone, self._total, self._ending(place)])
+            weights += [need.weights for need in self._needed[stage]]
+        some = {place: np.unique(np.concatenate(of)) for place, of in numbers.items()}
+        self._bounds.bound({place: list(dict.fromkeys(of)) for place, of in asked.items()}, some)
 
-    def _rows(self) -> Iterator[tuple[Place, Weights]]:
-        for stage, place in enumerate(self._places):
-            yield place, self._alone
-            yield place, self._total
-            yield place, self._ending(place)
-            for need in self._needs(stage):
-                yield place, need.weights
+    def _stage_values(self, stage: int, numbers: Ints) -> StageValues:
+        """What the partition needs of a stage, for runs of these contents."""
+        place, nothing = self._places[stage], np.zeros(numbers.size)
+
+        def values(weights: Weights) -> Floats:
+            return self._bounds.values(place, weights)[numbers]
+
+        once = self._bounds.least(self._once(place))[numbers]
+        return StageValues.of(
+            [need.path for need in self._needed[stage]],
+            [need.scale * values(need.weights) + need.more for need in self._needed[stage]],
+            alone=values(self._alone),
+            total=values(self._total),
+            ending=values(self._ending(place)),
+            once=nothing if place.first else once,
+            forward=self._forward[numbers],
+            weight=self._bounds.least(self._late)[numbers],
+            first=once if place.first else nothing,
+        )
 
     def _below(self, enough: float) -> float:
         """The makespan below which a partition is of interest: what reaches `enough` step seconds; without such a
@@ -290,12 +303,12 @@ class GridSearch:
         """
         if np.isfinite(enough):
             return enough - self.constant
-        self._bound_contents(np.inf)
+        self._bound([all_runs(self.chain.contents)] * self.grid.num_stages)
         contents, m = self.chain.contents, self.grid.num_micro_batches
         reach = np.full(self.chain.num_positions, np.inf)
         reach[0] = 0.0
         for stage, place in enumerate(self._places):
-            rows = [self._bounds.values(place, need.weights) * need.scale + need.more for need in self._needs(stage)]
+            rows = [self._bounds.values(place, need.weights) * need.scale + need.more for need in self._needed[stage]]
             values = np.maximum.reduce([*rows, (m + 1.0) * self._bounds.values(place, self._ending(place))])
             reach = (reach[:, None] + np.where(contents == NO_CONTENT, np.inf, values[contents])).min(axis=0)
         return 1.001 * (m + 1) * (float(reach[-1]) + 2.0 * sum(self.shape.transfers))
@@ -327,7 +340,7 @@ class GridSearch:
         """The exact solution of a stage and its longest path to the end; None when the content does not fit.  Of those
         for its binding constraints the shortest within `limit`, or the least above it.
         """
-        place, needs = self._places[stage], self._needs(stage)
+        place, needs = self._places[stage], self._needed[stage]
         later = longest + (2.0 * self.shape.transfers[stage] if stage + 1 < self.grid.num_stages else 0.0)
 
         trips, after_trips = self.shape.trips[stage], self.shape.after_trips(stage, posts)

@@ -28,41 +28,50 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.paths import Path, PipelineShape
+from planner.windows import Runs
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Passes through the chain for one Z, at most.
 MAX_PASSES = 4
+# Rows of a stage's values before those of its paths.
+NUM_SHARED = 7
 # Another pass is worthwhile when the last left fewer than this share of runs.
 WORTHWHILE = 0.98
 
 
 @dataclass(frozen=True)
-class Family:
-    """A family of paths of a stage, with the least of its own part for every content."""
-
-    path: Path
-    own: Floats
-
-
-@dataclass(frozen=True)
 class StageValues:
-    """Least seconds of every content on one stage (`inf` where it cannot be); each may come from other options.
+    """Least seconds of every run of one stage (`inf` where it cannot be), [row, run]; each may come from other options.
 
-    `alone`: T.  `total`: T and what may be counted once of each stage.  `ending`: total + u.  `once`: u.  `forward`: f.
-    `families`: of paths, those of the first stage with u.  `weight`: w, where the backward pass is split; `first`: u of
-    the first stage, else 0.
+    Rows: T alone; total, T and what may be counted once of each stage; ending, total + u; once, u; f; w, where the
+    backward pass is split; u of the first stage, else 0.  Then a stage's own part of each of `paths`, those of the
+    first stage with u.
     """
 
-    alone: Floats
-    total: Floats
-    ending: Floats
-    once: Floats
-    forward: Floats
-    families: tuple[Family, ...]
-    weight: Floats
-    first: Floats
+    paths: tuple[Path, ...]
+    table: Floats
+
+    @staticmethod
+    def of(
+        paths: Sequence[Path],
+        own: Sequence[Floats],
+        *,
+        alone: Floats,
+        total: Floats,
+        ending: Floats,
+        once: Floats,
+        forward: Floats,
+        weight: Floats,
+        first: Floats,
+    ) -> StageValues:
+        return StageValues(tuple(paths), np.stack([alone, total, ending, once, forward, weight, first, *own]))
+
+    @property
+    def own(self) -> Floats:
+        """Of each path, [path, run]."""
+        return self.table[NUM_SHARED:]
 
 
 @dataclass(frozen=True)
@@ -75,19 +84,19 @@ class Partition:
 
 def best_partition(
     shape: PipelineShape,
-    contents: Ints,
+    runs: Sequence[Runs],
     values: Sequence[StageValues],
     *,
     at_least: float = 0.0,
     below: float,
     accuracy: float,
 ) -> Partition | None:
-    """Bisection for Z.  `contents[i, j]` numbers the run from position i to j (negative: none).
+    """Bisection for Z.  `runs` and `values`: the runs that each stage may take, and their seconds there.
 
     None when no partition has all its paths below `below` (finite).  `at_least` is a bound known before; the result
     is exact up to the relative `accuracy`.
     """
-    finder = _Finder(shape, contents, values, below)
+    finder = _Finder(shape, runs, values, below)
     path = finder.path_within(below)
     if path is None:
         return None
@@ -106,32 +115,18 @@ def best_partition(
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of the chain that a stage may take, by start, and its values for each of them."""
+    """The runs of the chain that a stage may still take, by start, and its values for each of them."""
 
     starts: Ints
     stops: Ints
-    families: tuple[Family, ...]
-    alone: Floats
-    total: Floats
-    ending: Floats
-    once: Floats
-    forward: Floats
-    weight: Floats
-    first: Floats
-
-    @classmethod
-    def of(cls, values: StageValues, starts: Ints, stops: Ints, numbers: Ints, below: float) -> _Runs:
-        """Those of which the stage's first family of paths allows `below`."""
-        some = values.families[0].own[numbers] <= below
-        runs, ends, numbers = starts[some], stops[some], numbers[some]
-        families = tuple(Family(family.path, family.own[numbers]) for family in values.families)
-        every = (values.alone, values.total, values.ending, values.once, values.forward, values.weight, values.first)
-        return cls(runs, ends, families, *np.stack(every)[:, numbers])
+    values: StageValues
 
     def keep(self, mask: npt.NDArray[np.bool_]) -> _Runs:
-        families = tuple(Family(family.path, family.own[mask]) for family in self.families)
-        columns = (self.alone, self.total, self.ending, self.once, self.forward, self.weight, self.first)
-        return _Runs(self.starts[mask], self.stops[mask], families, *(column[mask] for column in columns))
+        if mask.all():
+            return self
+        some = np.flatnonzero(mask)
+        values = StageValues(self.values.paths, self.values.table.take(some, axis=1))
+        return _Runs(self.starts[some], self.stops[some], values)
 
     def least_from(self, values: Floats, size: int) -> Floats:
         """For every position the least of the values (last axis) over the runs that start there."""
@@ -146,7 +141,7 @@ class _Runs:
         least = np.full((*values.shape[:-1], size), np.inf)
         if self.stops.size:
             order, firsts = self._by_stop
-            least[..., self.stops[order][firsts]] = np.minimum.reduceat(values[..., order], firsts, axis=-1)
+            least[..., self.stops[order][firsts]] = np.minimum.reduceat(values.take(order, axis=-1), firsts, axis=-1)
         return least
 
     @cached_property
@@ -163,39 +158,42 @@ def _firsts(ordered: Ints) -> Ints:
 class _Finder:
     """Asks for one set of values whether a partition exists within a limit that falls whenever one does."""
 
-    def __init__(self, shape: PipelineShape, contents: Ints, values: Sequence[StageValues], below: float) -> None:
+    def __init__(self, shape: PipelineShape, runs: Sequence[Runs], values: Sequence[StageValues], below: float) -> None:
         self._shape = shape
-        self._size = len(contents)
-        possible = np.minimum.reduce([stage.families[0].own for stage in values]) <= below
-        starts, stops = np.nonzero((contents >= 0) & possible[contents])
-        numbers = contents[starts, stops]
-        known: dict[int, _Runs] = {}  # stages alike share their values
-        for stage in values:
-            if id(stage) not in known:
-                known[id(stage)] = _Runs.of(stage, starts, stops, numbers, below)
-        self._stages = [known[id(stage)] for stage in values]
+        self._size = 1 + max(int(of_stage.stops.max()) for of_stage in runs)
+        every = (_Runs(own.starts, own.stops, of) for own, of in zip(runs, values, strict=True))
+        self._stages = [one.keep(one.values.own[0] <= below) for one in every]
         self._before, self.floor = self._pass_forward(self._stages)
+        # Round trips have a row each, so a first pass is made without: few runs are left to look at with them.
+        self._possible = self._narrow(below, turning=False) is not None
 
     def path_within(self, limit: float) -> tuple[int, ...] | None:
         """A partition all of whose paths may stay below `limit`, or None when there is none.
 
         What one pass rules out sharpens the next: they are repeated while they rule out much.
         """
-        stages, before = self._stages, self._before
+        if not self._possible:
+            return None
+        known, path = (self._stages, self._before, self.floor), None
         for _ in range(MAX_PASSES):
-            path, fits = self._pass_backward(stages, limit, before)
+            number = sum(runs.starts.size for runs in self._stages)
+            path = self._narrow(limit)
             if path is None:
+                # Nothing below this limit says nothing about those above it.
+                self._stages, self._before, self.floor = known
                 return None
-            number = sum(mask.size for mask in fits)
-            left = sum(int(np.count_nonzero(mask)) for mask in fits)
-            stages = [stage.keep(mask) for stage, mask in zip(stages, fits, strict=True)]
-            before, least = self._pass_forward(stages)
-            if least > limit:
-                return None
-            if left > WORTHWHILE * number:
+            if sum(runs.starts.size for runs in self._stages) > WORTHWHILE * number:
                 break
-        self._stages, self._before = stages, before
         return path
+
+    def _narrow(self, limit: float, *, turning: bool = True) -> tuple[int, ...] | None:
+        """A path as the last backward pass found it, and only the runs that may be part of one left."""
+        path, fits = self._pass_backward(self._stages, limit, self._before, turning=turning)
+        if path is None:
+            return None
+        self._stages = [stage.keep(mask) for stage, mask in zip(self._stages, fits, strict=True)]
+        self._before, self.floor = self._pass_forward(self._stages)
+        return path if self.floor <= limit else None
 
     def _to_next(self, index: int) -> float:
         """2 x, to the next stage."""
@@ -210,53 +208,60 @@ class _Finder:
         found = []
         for index, runs in enumerate(stages):
             found.append(before)
-            pre, forward = before[:, runs.starts]
+            pre, forward = before.take(runs.starts, axis=1)
             to_next = self._to_next(index)
-            longer = np.maximum(pre + runs.total, forward + runs.ending) + to_next
-            before = runs.least_to(np.stack([longer, forward + runs.forward + 0.5 * to_next]), self._size)
+            _, total, ending, _, f, _, _ = runs.values.table[:NUM_SHARED]
+            longer = np.maximum(pre + total, forward + ending) + to_next
+            before = runs.least_to(np.stack([longer, forward + f + 0.5 * to_next]), self._size)
         return found, float(before[0, -1])
 
     def _pass_backward(
-        self, stages: Sequence[_Runs], limit: float, before: Sequence[Floats]
+        self, stages: Sequence[_Runs], limit: float, before: Sequence[Floats], *, turning: bool
     ) -> tuple[tuple[int, ...] | None, list[npt.NDArray[np.bool_]]]:
-        """A path of runs that may be part of a partition within `limit`, and which runs of every stage may be."""
+        """A path of runs that may be part of a partition within `limit`, and which runs of every stage may be.
+
+        `turning`: look at paths with round trips in between, too.
+        """
         shape, split = self._shape, self._shape.schedule == "zb-h1"
         # Rows: seconds of later stages (`PipelineShape.after`), the latest end of a last trip through them, and the
         # longest path through them.
-        after = np.full((3 + len(shape.shorts), self._size), np.inf)
+        after = np.full((3 + (len(shape.shorts) if turning else 1), self._size), np.inf)
         after[:, -1] = 0.0
         posts: list[Floats] = []
         all_fits = []
         for index in reversed(range(shape.num_stages)):
-            runs, (pre, forward) = stages[index], before[index][:, stages[index].starts]
-            by_run = after[:, runs.stops]
+            runs, (pre, forward) = stages[index], before[index].take(stages[index].starts, axis=1)
+            alone, total, ending, once, f, weight, first = runs.values.table[:NUM_SHARED]
+            by_run = after.take(runs.stops, axis=1)
             posted, to_next, beyond = by_run[:-2], self._to_next(index), shape.transfers_after(index)
             later = by_run[-1] + to_next
-            own = [family.own + shape.after(index, family.path, posted) for family in runs.families]
+            paths = zip(runs.values.paths, runs.values.own, strict=True)
+            longest = [own + shape.after(index, path, posted) for path, own in paths if turning or not path.turns]
             trips = shape.trips[index]
-            if trips.rows.size:
-                visiting = shape.after_trips(index, posted) + trips.stays[:, None] * runs.alone
+            visits = turning and trips.rows.size > 0
+            if visits:
+                visiting = shape.after_trips(index, posted) + trips.stays[:, None] * alone
                 if split:
-                    visiting += trips.weight[:, None] * runs.weight
-                longest = visiting.max(axis=0)
-                own.append(longest + posted[0] + beyond + runs.first)
-            path = np.maximum.reduce([*own, runs.total + later])
+                    visiting += trips.weight[:, None] * weight
+                around = visiting.max(axis=0)
+                longest.append(around + posted[0] + beyond + first)
+            path = np.maximum.reduce([*longest, total + later])
             fits = pre + path <= limit
-            fits &= forward + np.maximum(path + runs.once, runs.ending + later) <= limit
+            fits &= forward + np.maximum(path + once, ending + later) <= limit
             if shape.schedule != "gpipe":
                 # Paths whose last trip ends at a later stage, without this one's last backward.
                 ahead = shape.ahead(index)
-                last = (shape.num_micro_batches - ahead) * runs.alone + shape.steady * runs.weight
+                last = (shape.num_micro_batches - ahead) * alone + shape.steady * weight
                 both = posted[1] + beyond if shape.num_micro_batches - 2 >= ahead else 0.0
-                last = last + np.maximum(ahead * runs.forward, both)
-                if trips.rows.size:
-                    last = np.maximum(last, longest)
+                last = last + np.maximum(ahead * f, both)
+                if visits:
+                    last = np.maximum(last, around)
                 by_run[-2] += 0.5 * to_next
-                fits &= forward + last - runs.alone + runs.forward + by_run[-2] <= limit
-                by_run[-2] = np.maximum(by_run[-2] + runs.forward, runs.ending + posted[0] + beyond)
-            shape.add(index, posted, runs.total, runs.alone)
+                fits &= forward + last - alone + f + by_run[-2] <= limit
+                by_run[-2] = np.maximum(by_run[-2] + f, ending + posted[0] + beyond)
+            shape.add(index, posted, total, alone)
             by_run[-1] = path
-            by_run[:, ~fits] = np.inf
+            by_run += np.where(fits, 0.0, np.inf)
             after = runs.least_from(by_run, self._size)
             posts.append(by_run[0])
             all_fits.append(fits)

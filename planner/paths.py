@@ -173,9 +173,10 @@ class PipelineShape:
         return found
 
     def add(self, stage: int, posts: Floats, total: Floats | float, alone: Floats | float) -> None:
-        """Add a stage's seconds to `posts`."""
+        """Add a stage's seconds to `posts`, which may have fewer rows."""
         posts[0] += total
-        posts[1:][stage < self.num_stages - self.shorts] += alone
+        beyond = int(np.searchsorted(self.shorts, self.num_stages - stage))
+        posts[1 : 1 + beyond] += alone
 
     @cached_property
     def shorts(self) -> Ints:

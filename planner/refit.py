@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -128,7 +128,8 @@ class Refit:
             working = max(working, row[5])
         return Fitted(stage, seconds, once, held + working <= self._room(task))
 
-    def work(self) -> list[float]:
+    @cached_property
+    def work(self) -> tuple[float, ...]:
         """Seconds of every module of the chain on one rank alone, for cutting stages: only their proportions count."""
         length = self._plan.training.seq_len
         by_kind = [
@@ -142,7 +143,7 @@ class Refit:
             )
             for kind, module in enumerate(self._modules)
         ]
-        return [by_kind[kind] for kind in self._kinds]
+        return tuple(by_kind[kind] for kind in self._kinds)
 
     def _compose(self, task: Task) -> tuple[float, Cuts, list[list[Option]]] | None:
         """Seconds, token cuts and for every kind the options of its modules; more recompute only if memory asks."""

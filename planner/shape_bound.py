@@ -35,7 +35,7 @@ def shape_bound(
     if not some.size:
         return enough
     places = [Place(False, grid.flights(stage)) for stage in range(grid.num_stages)]
-    bounds.bound(((place, work) for place in places), some)
+    bounds.bound({place: [work] for place in places}, dict.fromkeys(places, some))
     allowed = np.zeros(len(chain.counts), dtype=bool)
     allowed[some] = True
     stops, starts = np.nonzero(((chain.contents != NO_CONTENT) & allowed[chain.contents]).T)

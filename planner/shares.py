@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 # Finish times looked at beyond the first at which all replicas together could do the batch; sizes of micro-batches
@@ -101,7 +102,8 @@ def _spread(most: int, count: int, less: int) -> list[int]:
     return [total // count + (index < total % count) for index in range(count)]
 
 
-def deal_modules(work: Sequence[float], sizes: Sequence[int]) -> list[tuple[int, ...]] | None:
+@lru_cache(maxsize=64)
+def deal_modules(work: tuple[float, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]] | None:
     """Runs of modules for stages of so many ranks, with the least largest work per rank; None with fewer modules than
     stages.  `work` of every module, in any unit.
     """

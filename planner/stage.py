@@ -89,6 +89,7 @@ class StageSolver:
         least = np.array([table.working.min() for table in tables])
         self._least_working: Floats = np.where(counts > 0, least, 0.0).max(axis=1)
         self._weighted: dict[Weights, list[Floats]] = {}
+        self._prices: Floats = np.zeros(1)
         self._exact: dict[tuple[int, Flights, Weights], StageChoice | None] = {}
 
     def weighted(self, weights: Weights) -> list[Floats]:
@@ -116,25 +117,29 @@ class StageSolver:
         seconds: Floats = self._counts @ np.array([w.min() for w in self.weighted(weights)])
         return seconds
 
-    def bounds(self, rows: Sequence[tuple[Flights, Weights]], contents: npt.NDArray[np.int64]) -> Floats:
-        """Lower bounds of weighted seconds, [row, content] for rows of (moments, weights); `inf` where a content cannot
-        fit at the first moment.  Any price of a byte gives a bound; the rows share the prices of some of them.
-        """
-        counts, room = self._counts[contents], self.capacity - self._least_working[contents]
-        sample = [rows[i] for i in sorted({round(i) for i in np.linspace(0, len(rows) - 1, PRICED_ROWS)})]
+    def sample(self, rows: Sequence[tuple[Flights, Weights]]) -> None:
+        """Take the prices of a byte at which contents are bounded from some of these rows of (moments, weights)."""
+        some = [rows[i] for i in sorted({round(i) for i in np.linspace(0, len(rows) - 1, PRICED_ROWS)})]
         kinds = range(len(self.tables))
-        prices = _prices([(self.weighted(w)[k], self.memory(k, flights[:1])) for flights, w in sample for k in kinds])
-        result = np.empty((len(rows), len(contents)))
-        for row, (flights, weights) in enumerate(rows):
-            memory = [self.memory(k, flights[:1]) for k in kinds]
-            duals = np.stack(
-                [
-                    (w[:, None] + m[:, None] * prices).min(axis=0)
-                    for w, m in zip(self.weighted(weights), memory, strict=True)
-                ]
-            )
-            result[row] = (counts @ duals - room[:, None] * prices).max(axis=1)
-            result[row][counts @ np.array([m.min() for m in memory]) > room] = np.inf
+        self._prices = _prices(
+            [(self.weighted(w)[k], self.memory(k, flights[:1])) for flights, w in some for k in kinds]
+        )
+
+    def bounds(self, flights: Flights, weights: Sequence[Weights], contents: npt.NDArray[np.int64]) -> Floats:
+        """Lower bounds of weighted seconds, [weights, content]; `inf` where a content cannot fit at the first moment.
+        Any price of a byte gives a bound.
+        """
+        prices, counts, kinds = self._prices, self._counts[contents], range(len(self.tables))
+        room = self.capacity - self._least_working[contents]
+        memory = [self.memory(kind, flights[:1]) for kind in kinds]
+        duals = np.empty((len(self.tables), len(weights), prices.size))
+        for kind, held in enumerate(memory):
+            seconds = np.stack([self.weighted(own)[kind] for own in weights])
+            duals[kind] = (seconds[:, :, None] + (held[:, None] * prices)).min(axis=1)
+        least = (counts @ duals.reshape(len(self.tables), -1)).reshape(contents.size, len(weights), prices.size)
+        least -= (room[:, None] * prices)[:, None, :]
+        result: Floats = least.max(axis=2).T
+        result[:, counts @ np.array([held.min() for held in memory]) > room] = np.inf
         return result
 
     def solve(self, content: int, flights: Flights, weights: Weights) -> StageChoice | None:

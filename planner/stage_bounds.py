@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,8 +41,9 @@ class StageBounds:
         self._num_contents = len(counts)
         self._host = host
         self._values: dict[tuple[Place, Weights], Floats] = {}
+        self._least: dict[Weights, Floats] = {}
+        self._bounded: dict[Place, npt.NDArray[np.bool_]] = {}  # contents
         self._results: dict[tuple[Place, Weights, int], StageResult | None] = {}
-        self._num_bounded = 0
 
     @property
     def num_labels(self) -> int:
@@ -58,25 +59,24 @@ class StageBounds:
 
     def least(self, weights: Weights) -> Floats:
         """By content, memory aside."""
-        least: Floats = np.minimum.reduce([solver.least(weights) for solver in self._solvers])
-        return least + self._host * weights.passes
+        if weights not in self._least:
+            least = np.minimum.reduce([solver.least(weights) for solver in self._solvers])
+            self._least[weights] = least + self._host * weights.passes
+        return self._least[weights]
 
-    def bound(self, rows: Iterable[tuple[Place, Weights]], contents: npt.NDArray[np.int64]) -> None:
-        """Bound these contents, unless as many were bounded before."""
-        if self._values and len(contents) <= self._num_bounded:
-            return
-        self._num_bounded = len(contents)
-        rows = list(dict.fromkeys(rows))
-        asked = list(dict.fromkeys((place.flights, weights) for place, weights in rows))
-        bounds = np.minimum.reduce([solver.bounds(asked, contents) for solver in self._solvers])
-        index = {row: number for number, row in enumerate(asked)}
-        for place, weights in rows:
-            host = self._host * weights.passes
-            values = np.full(self._num_contents, np.inf)
-            values[contents] = bounds[index[place.flights, weights]] + host
-            self._values[place, weights] = values
-        for place, weights, content in self._results:
-            self._enter(place, weights, content)
+    def bound(self, asked: Mapping[Place, Sequence[Weights]], contents: Mapping[Place, npt.NDArray[np.int64]]) -> None:
+        """Bound these contents of every place, unless they were bounded before; always for the same weights."""
+        if not self._bounded:
+            for solver in self._solvers:
+                solver.sample([(place.flights, weights) for place, of in asked.items() for weights in of])
+        for place, weights in asked.items():
+            known = self._bounded.setdefault(place, np.zeros(self._num_contents, dtype=bool))
+            new = contents[place][~known[contents[place]]]
+            known[new] = True
+            bounds = np.minimum.reduce([solver.bounds(place.flights, weights, new) for solver in self._solvers])
+            for own, row in zip(weights, bounds, strict=True):
+                values = self._values.setdefault((place, own), np.full(self._num_contents, np.inf))
+                values[new] = row + self._host * own.passes
 
     def solve(self, place: Place, weights: Weights, content: int) -> StageResult | None:
         """The best choice of a content in weighted seconds, over the menus; None when it does not fit."""

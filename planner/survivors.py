@@ -81,7 +81,7 @@ class Survivors:
         self._domain = max(group.devices_per_node for group in plan.cluster.nodes)
         self.slack = Slack()
         self._healthy: dict[tuple[int, int, int], Part | None] = {}
-        self._work: list[float] = []
+        self._candidates: dict[tuple[Way, tuple[int, ...], Slack], Candidate | None] = {}
         self._place = {name: index for index, (name, _) in enumerate(plan.model.modules())}
 
     def ways(self, lost: Sequence[int], *, few: bool = False) -> Iterator[Way]:
@@ -108,6 +108,12 @@ class Survivors:
 
     def candidate(self, way: Way, lost: Sequence[int]) -> Candidate | None:
         """What a way leads to; None when it cannot run."""
+        key = (way, tuple(lost), self.slack)
+        if key not in self._candidates:
+            self._candidates[key] = self._candidate(way, lost)
+        return self._candidates[key]
+
+    def _candidate(self, way: Way, lost: Sequence[int]) -> Candidate | None:
         gone = set(lost)
         if way.policy in ("spare", "drop"):
             repaired = self._repaired(way.number, gone)
@@ -165,8 +171,7 @@ class Survivors:
             sizes = _left_in_stages(pipeline, replica, gone)
             if way.number != len(sizes) or min(sizes) < 1:
                 sizes = [b - a for a, b in pairwise(balanced_cuts(len(ranks), way.number))]
-            self._work = self._work or self.refit.work()
-            places = deal_modules(self._work, sizes)
+            places = deal_modules(self.refit.work, tuple(sizes))
             part = None if places is None else self._composed(None, ranks, sizes, places, way.micro_batch)
             return None if part is None else [part]
         blocks = next((c for c in candidates(len(ranks)) if len(c) == way.number), ())

@@ -117,7 +117,8 @@ class ClusterSpec(Document):
     def ranks(self) -> tuple[int, ...]:
         """Ranks that can be used."""
         gone = set(self.missing)
-        return tuple(rank for rank in range(self.num_devices) if rank not in gone)
+        every = range(self.num_devices)
+        return tuple(rank for rank in every if rank not in gone) if gone else tuple(every)
 
     def node_starts(self) -> tuple[int, ...]:
         """First rank of every node, plus the total."""

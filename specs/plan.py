@@ -226,7 +226,7 @@ class StepTerms(Spec):
     other: NonNegativeFloat = 0.0
 
     def total(self) -> float:
-        return float(sum(self.model_dump().values()))
+        return float(sum(seconds for _, seconds in self))
 
 
 class MemoryTerms(Spec):
@@ -241,7 +241,7 @@ class MemoryTerms(Spec):
     reserved: NonNegativeInt = 0  # context, allocator slack
 
     def total(self) -> int:
-        return int(sum(self.model_dump().values()))
+        return int(sum(size for _, size in self))
 
 
 class Prediction(Spec):

@@ -5,6 +5,7 @@ Every function raises `ValueError` with what is wrong and where.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -139,18 +140,21 @@ def check_replicas(plan: Plan) -> None:
                 f"{pipeline.micro_batch}"
             )
         _check_given_schedule(pipeline, replica.sequences // pipeline.micro_batch, f"pipeline {replica.pipeline}")
-        for rank in replica.ranks:
-            if rank in seen:
-                raise ValueError(f"rank {rank} has two places, the second in replica {number}; each rank has one")
-            seen.add(rank)
+        known = len(seen)
+        seen.update(replica.ranks)
+        if len(seen) < known + len(replica.ranks):
+            every = Counter(rank for before in plan.replicas[: number + 1] for rank in before.ranks)
+            rank = next(rank for rank in replica.ranks if every[rank] > 1)
+            raise ValueError(f"rank {rank} has two places, the second in replica {number}; each rank has one")
     share = sum(replica.sequences for replica in plan.replicas)
     if share != plan.training.global_batch:
         raise ValueError(
             f"the replicas take {share} sequences per step, the global batch has {plan.training.global_batch}"
         )
-    outside = [rank for rank in seen if not 0 <= rank < plan.cluster.num_devices]
-    if outside:
-        raise ValueError(f"rank {min(outside)} is outside the cluster's {plan.cluster.num_devices} devices")
+    installed = plan.cluster.num_devices
+    if min(seen) < 0 or max(seen) >= installed:
+        first = min(rank for rank in seen if not 0 <= rank < installed)
+        raise ValueError(f"rank {first} is outside the cluster's {installed} devices")
     missing = seen.intersection(plan.cluster.missing)
     if missing:
         raise ValueError(f"rank {min(missing)} is missing in the cluster. Plan again for the devices that are left")

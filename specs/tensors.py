@@ -170,8 +170,17 @@ def local_num_elements(module: AnyModule, units: Interval) -> int:
 
 def num_parameters(modules: tuple[tuple[str, AnyModule], ...]) -> int:
     """Elements of a model's distinct tensors (tied ones once)."""
-    sizes: dict[str, int] = {}
+    shared: dict[str, int] = {}
+    total = 0
     for name, module in modules:
-        for tensor in tensors_of(module):
-            sizes[parameter_name(name, module, tensor)] = tensor.num_elements
-    return sum(sizes.values())
+        if isinstance(module, Embedding | Head):
+            for tensor in tensors_of(module):
+                shared[parameter_name(name, module, tensor)] = tensor.num_elements
+        else:
+            total += _num_elements(module)
+    return total + sum(shared.values())
+
+
+@cache
+def _num_elements(module: AnyModule) -> int:
+    return sum(tensor.num_elements for tensor in tensors_of(module))

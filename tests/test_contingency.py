@@ -64,7 +64,7 @@ def test_modules_go_to_stages_by_their_ranks(work: list[int], sizes: list[int]) 
     bounds = [(0, *inner, len(work)) for inner in cuts]
     runs = [list(itertools.pairwise(one)) for one in bounds]
     largest = [max(sum(work[a:b]) / size for (a, b), size in zip(one, sizes, strict=True)) for one in runs]
-    found = deal_modules([float(w) for w in work], sizes)
+    found = deal_modules(tuple(map(float, work)), tuple(sizes))
     assert (found is None) == (not bounds)
     if found is not None:
         assert [index for run in found for index in run] == list(range(len(work)))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from cost_models.pipeline import simulate
 from planner.chain import even_boundaries, make_chain
 from planner.constraints import Constraints
-from planner.partition import Family, StageValues, best_partition
+from planner.partition import StageValues, best_partition
 from planner.paths import PipelineShape, pipeline_bound
 from planner.space import Grid, Topology, divisors, enumerate_grids, variants
+from planner.windows import Least, all_runs, possible_runs
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
 from specs.model import Attention, Embedding, Head, Layer, Mlp, ModelSpec
 from specs.plan import TrainingSpec
@@ -30,14 +31,19 @@ def values_of(shape, stage, forward, backward, weight, once):
     """What the partition needs of a stage whose contents have one option each."""
     once = once + weight * (min(stage + 1, shape.num_micro_batches) if shape.schedule == "zb-h1" else 0)
     with_once = once if stage == 0 else 0.0
-    families = tuple(
-        Family(path, path.forward * forward + path.backward * backward + path.weight * weight + with_once)
-        for path in shape.paths(stage)
-    )
+    paths = shape.paths(stage)
     total = forward + backward
-    no_more = np.zeros_like(once) if stage == 0 else once
-    first = once if stage == 0 else np.zeros_like(once)
-    return StageValues(total, total, total + once, no_more, forward, families, weight, first)
+    return StageValues.of(
+        paths,
+        [path.forward * forward + path.backward * backward + path.weight * weight + with_once for path in paths],
+        alone=total,
+        total=total,
+        ending=total + once,
+        once=np.zeros_like(once) if stage == 0 else once,
+        forward=forward,
+        weight=weight,
+        first=once if stage == 0 else np.zeros_like(once),
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -71,7 +77,8 @@ def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batch
         )
         if np.isfinite(forward).all():
             best = min(best, finish_with_once(shape, forward, backward, weight, once))
-    found = best_partition(shape, contents, values, below=1e6, accuracy=1e-6)
+    runs = [all_runs(contents)] * num_stages
+    found = best_partition(shape, runs, values, below=1e6, accuracy=1e-6)
     if not np.isfinite(best):
         assert found is None
         return
@@ -81,7 +88,45 @@ def test_best_partition_bounds_all_partitions(num_stages, extra, num_micro_batch
     assert found.path[-1] == size - 1
     if num_stages == 1:
         assert found.bound == pytest.approx(best, rel=1e-5)
-    assert best_partition(shape, contents, values, below=found.bound * 0.99, accuracy=1e-6) is None
+    assert best_partition(shape, runs, values, below=found.bound * 0.99, accuracy=1e-6) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
+    st.floats(1.0, 1.3),
+    st.integers(0, 2**32 - 1),
+)
+def test_no_partition_within_a_limit_is_left_out(num_stages, extra, num_micro_batches, transfer, schedule, more, seed):
+    size = num_stages + extra + 1
+    generator = np.random.default_rng(seed)
+    by_module = generator.integers(1, 12, (3, size - 1)).astype(float)
+    by_module[2] *= schedule == "zb-h1"
+    contents = np.full((size, size), -1)
+    starts, stops = np.triu_indices(size, k=1)
+    contents[starts, stops] = np.arange(len(starts))
+    along = np.concatenate([np.zeros((3, 1)), by_module.cumsum(axis=1)], axis=1)
+    forward, backward, weight = along[:, stops] - along[:, starts]
+    shape = PipelineShape(num_stages, num_micro_batches, (transfer,) * (num_stages - 1), schedule)
+    partitions = {}
+    for inner in combinations(range(1, size - 1), num_stages - 1):
+        path = (0, *inner, size - 1)
+        own = [contents[i, j] for i, j in pairwise(path)]
+        seconds = (of[own].tolist() for of in (forward, backward, weight))
+        partitions[path] = finish_with_once(shape, *seconds, [0.0] * num_stages)
+    below = more * min(partitions.values())
+    both = forward + backward
+    runs = possible_runs(shape, contents, Least(forward, backward, both, weight, both), below)
+    possible = [set(zip(own.starts.tolist(), own.stops.tolist(), strict=True)) for own in runs]
+    for path, finish in partitions.items():
+        if finish <= below:
+            assert all(run in of for run, of in zip(pairwise(path), possible, strict=True))
+    every = possible_runs(shape, contents, Least(forward, backward, both, weight, both), 0.5 * both.max())
+    assert every is None
 
 
 @settings(max_examples=500, deadline=None)
