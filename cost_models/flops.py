@@ -9,6 +9,8 @@ from specs.plan import Recompute
 # Attention's scores and their product with the values: backward recomputes the scores and forms four products
 # where forward forms two, so 5 / 2.  [FlashAttention-2, arXiv 2307.08691, section 4.1]
 ATTENTION_BACKWARD_RATIO = 2.5
+# Modules whose weight gradients a split backward pass leaves for later.
+SPLIT_KINDS = (Attention, Mlp)
 
 
 def largest_units(module: Module, degree: int) -> Interval:
@@ -87,7 +89,7 @@ def weight_gradient_share(
     # w / (2 w + 5/2 s + r), attention and mlp only
     #   w products with weights, s attention's scores, r what is recomputed: w + s (full), s (selective), 0
     """
-    if not isinstance(module, (Attention, Mlp)):
+    if not isinstance(module, SPLIT_KINDS):
         return 0.0
     products = matrix_flop(module, block_tokens, units)
     scores = score_flop(module, block_tokens, seq_len, units)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cost_models.activations import ACTIVATION_BYTES
 from cost_models.context import with_exchange
-from cost_models.flops import largest_units, local_kv_heads, weight_gradient_share
+from cost_models.flops import SPLIT_KINDS, largest_units, local_kv_heads, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ModuleGroup, module_groups, share_of
 from cost_models.pipeline import PipelineTiming, Span, action_spans, simulate_actions
@@ -65,11 +65,12 @@ class ReplicaPass:
 
 
 class _GroupPass(NamedTuple):
-    """One of equal modules in a micro-batch, as `StagePass` sums them up."""
+    """One of equal modules in a micro-batch, as `StagePass` sums them up; `more`: what splitting adds."""
 
     forward: float
     backward: float
     weight: float
+    more: float
     mean_forward: float
     mean_backward: float
     variance: float
@@ -170,7 +171,7 @@ def _virtual_stage_pass(
     speeds = replica.speeds[start : start + len(ranks)] if replica.speeds else (1.0,) * len(ranks)
     cuts, pattern = stage.chunk_cuts(pipeline.micro_batch * plan.training.seq_len), topology.pattern(ranks)
     run = stage.runs()[virtual]
-    forward = backward = weight = mean_forward = mean_backward = variance = 0.0
+    forward = backward = weight = more = mean_forward = mean_backward = variance = 0.0
     estimated = splits
     for group in module_groups(run, chain):
         placed = group.placement
@@ -182,6 +183,7 @@ def _virtual_stage_pass(
         forward += group.count * own.forward
         backward += group.count * own.backward
         weight += group.count * own.weight
+        more += group.count * own.more
         mean_forward += group.count * own.mean_forward
         mean_backward += group.count * own.mean_backward
         variance += group.count * own.variance
@@ -191,12 +193,12 @@ def _virtual_stage_pass(
     host = costs.overhead.other_seconds_per_action
     return StagePass(
         forward=forward + data + host,
-        backward=backward + host * (1 + splits),
-        weight=weight + host * splits,
+        backward=backward + more + host * (1 + splits),
+        weight=weight + more + host * splits,
         mean_forward=mean_forward,
         mean_backward=mean_backward,
         data=data,
-        other=host * (2 + splits),
+        other=host * (2 + splits) + more,
         sharding=0.0,
         variance=variance,
         estimated=estimated,
@@ -220,8 +222,10 @@ def _group_pass(
     from operations, never measured, so that it counts as estimated.
     """
     computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
-    weight = 0.0
+    weight = more = 0.0
     if splits:
+        if isinstance(group.module, SPLIT_KINDS):
+            more = costs.overhead.split_backward_overhead * max(b for _, b in computing)
         weight = max(
             _weight_seconds(plan, group, rank, cuts, pipeline, b, c.backward_communication_seconds)
             for rank, ((_, b), c) in enumerate(zip(computing, by_rank, strict=True))
@@ -230,6 +234,7 @@ def _group_pass(
         forward=max(f + c.forward_communication_seconds for (f, _), c in zip(computing, by_rank, strict=True)),
         backward=max(b + c.backward_communication_seconds for (_, b), c in zip(computing, by_rank, strict=True)),
         weight=weight,
+        more=more,
         mean_forward=sum(f for f, _ in computing) / len(by_rank),
         mean_backward=sum(b for _, b in computing) / len(by_rank),
         variance=costs.jitter**2 * max(f * f + b * b for f, b in computing),

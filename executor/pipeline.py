@@ -152,6 +152,7 @@ class PipelineRunner:
         """`stages` by virtual stage; `weight_work` is that of their blocks."""
         self.layout = layout
         self.stages = stages
+        self._groups = groups
         self.clock = clock
         self.weight_work = weight_work
         self.dtype, self.device = dtype, device
@@ -161,6 +162,10 @@ class PipelineRunner:
         self._training = _Program(layout, groups, actions)
         self._evaluation = _Program(layout, groups, forwards)
         self._single = _Program(layout, groups, (single,) * len(actions))
+
+    def follow(self, actions: tuple[Actions, ...]) -> None:
+        """Train by these actions of every stage from the next step on; their channels are those of the ones before."""
+        self._training = _Program(self.layout, self._groups, actions)
 
     def run(self, micro_batches: Callable[[int], MicroBatch], scale: float, *, train: bool = True) -> Tensor:
         """One step (or, with train=False, the forwards alone): the replica's scaled loss on its last stage, else 0.

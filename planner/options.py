@@ -93,14 +93,17 @@ class _Passes(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """What an option does for its weight gradients alone: seconds, and bytes that wait, at most and on average."""
+    """What an option does for its weight gradients alone: seconds, by how much `less` is left of backward, and bytes that
+    wait, at most and on average.
+    """
 
     seconds: float
+    less: float
     waiting: float
     mean_waiting: float
 
 
-_WHOLE = _Split(0.0, 0.0, 0.0)
+_WHOLE = _Split(0.0, 0.0, 0.0, 0.0)
 
 
 class _Static(NamedTuple):
@@ -266,7 +269,7 @@ class OptionSource:
                     Option(blocks, mode),
                     (
                         passes.forward + data + gathered,
-                        passes.backward - split.seconds + again + scattered,
+                        passes.backward - split.less + again + scattered,
                         sync,
                         held.owned * self.rates.update,
                         passes.spread,
@@ -343,20 +346,20 @@ class OptionSource:
         if key not in self._splits:
             module, level = self.chain.modules[kind], self.topology.block_level(degree)
             seq_len, precision = self.training.seq_len, self.training.precision
-            seconds = 0.0
+            less = more = 0.0
             for units in distinct_shares(module, degree):
                 part = weight_gradient_share(
                     module, block_tokens=block_tokens, seq_len=seq_len, units=units, recompute=recompute
                 )
                 if part:
                     cost = self._cost(module, degree, block_tokens, recompute, level, units)
-                    own = part * cost.backward_seconds + cost.backward_communication_seconds / 3.0
-                    seconds = max(seconds, own)
+                    less = max(less, part * cost.backward_seconds + cost.backward_communication_seconds / 3.0)
+                    more = max(more, self.costs.overhead.split_backward_overhead * cost.backward_seconds)
             waiting = [
                 deferred_bytes(module, Share.of(module, degree, block_tokens, seq_len, units), precision, recompute)
                 for units in all_shares(module, degree)
             ]
-            self._splits[key] = _Split(seconds, float(max(waiting)), sum(waiting) / degree)
+            self._splits[key] = _Split(less + more, less, float(max(waiting)), sum(waiting) / degree)
         return self._splits[key]
 
     def _cost(

@@ -28,6 +28,7 @@ METHOD = (
     "Modules in situ: steps of a model of each distinct module once, one degree everywhere, all ranks running, "
     f"{NUM_MICRO_BATCHES} micro-batches a step, {NUM_WARM_UP_STEPS} steps of warm-up; layouts interleaved over rounds; "
     "means over ranks and over the middle half of the steps by their time, collectives likewise. "
+    "Split backward passes: steps with and without, in turns. "
     "Gradient sync: steps of replicas with it after backward and beside it, in turns. "
     "Collectives: all groups of a size at once after a barrier."
 )
@@ -47,7 +48,7 @@ def measure(options: ProfileOptions) -> None:
         largest = min(options.largest_payload_bytes, 4 * num_parameters(options.model.modules()))
         collectives = CollectiveTimings(device, local_size, largest)
         _run_all(options, modules, overlap, collectives, reserved)
-        network = collectives.timings()
+        network, timings = collectives.timings(), modules.timings()
         profile = Profile(
             made=Provenance(
                 created_by="plait profile",
@@ -60,10 +61,10 @@ def measure(options: ProfileOptions) -> None:
             cluster=seen_cluster(measured, network, world_size=world_size, local_size=local_size),
             backend=options.backend,
             world_size=world_size,
-            modules=modules.timings(),
+            modules=timings,
             collectives=network,
             optimizer=modules.optimizer_timings(),
-            overhead=modules.overhead(loading_seconds_per_sequence(options.seq_len)),
+            overhead=modules.overhead(loading_seconds_per_sequence(options.seq_len), timings),
             overlaps=overlap.timings(),
             reserved_bytes=reserved.total(),
         )
@@ -83,7 +84,9 @@ def _run_all(
     steps = NUM_WARM_UP_STEPS + options.num_steps
     # A layout's step costs about in proportion to its tokens; an operation on a payload about one small step.
     weights = {layout: steps * layout[1] for layout in layouts}
-    total = options.num_rounds * (sum(weights.values()) + overlap.num_units + collectives.num_units)
+    total = options.num_rounds * (
+        sum(weights.values()) + modules.num_split_units + overlap.num_units + collectives.num_units
+    )
     console = Console(stderr=True)
     shown = dist.get_rank() == 0 and QUIET not in os.environ
     with Progress(
@@ -106,6 +109,8 @@ def _run_all(
                 reserved.begin()
                 go_through(modules.run(degree, sequences), sequences)
                 reserved.end()
+            bar.update(task, description=f"round {number}: backward passes, whole and split")
+            go_through(modules.run_split(), modules.split_layout[1])
             bar.update(task, description=f"round {number}: gradient sync after and beside backward")
             go_through(overlap.run(), 1)
             bar.update(task, description=f"round {number}: collectives")

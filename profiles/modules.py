@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cost_models.context import executed_score_flop
-from cost_models.flops import matrix_flop
+from cost_models.flops import SPLIT_KINDS, matrix_flop
 from cost_models.share import Share
 from executor.clock import REST, Clock
 from executor.engine import Engine
@@ -31,9 +31,12 @@ from specs.model import Embedding, FeedForward, Head, Layer, ModelSpec
 from specs.options import OptimizerOptions
 from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
 from specs.profile import ModuleTiming, OptimizerTiming, StepOverhead
+from specs.schedule import parse_actions
 
 NUM_MICRO_BATCHES = 2
 NUM_WARM_UP_STEPS = 2
+# The same two micro-batches with whole backward passes, and with their weight gradients after both of them.
+WHOLE, SPLIT = "F0 F1 B0 B1", "F0 F1 I0 I1 W0 W1"
 
 
 class ModuleClock(Clock):
@@ -121,6 +124,8 @@ class InSituTimings:
     _static: dict[tuple[int, int, int], tuple[int, float, float, int]] = field(default_factory=dict)
     _steps: defaultdict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     _optimizer: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _whole_backward: list[float] = field(default_factory=list)
+    _split_backward: list[float] = field(default_factory=list)
     _per_action: list[float] = field(default_factory=list)
     _per_step: list[float] = field(default_factory=list)
 
@@ -156,6 +161,53 @@ class InSituTimings:
             if step > NUM_WARM_UP_STEPS:
                 self._keep(engine, degree, sequences, seconds)
             yield
+
+    @property
+    def split_layout(self) -> tuple[int, int]:
+        """(degree, sequences per block) of the steps with split backward passes: the smallest degree, and half of the
+        largest blocks, since both micro-batches are in flight.
+        """
+        return min(self.options.degrees), sorted(self.options.block_sequences)[-2:][0]
+
+    @property
+    def num_split_units(self) -> int:
+        """Steps of a round of `run_split`, in sequences."""
+        return 2 * (NUM_WARM_UP_STEPS + self.options.num_steps) * self.split_layout[1]
+
+    def run_split(self) -> Iterator[None]:
+        """Train one layout with whole and with split backward passes in turns, yielding after every step."""
+        degree, sequences = self.split_layout
+        plan = uniform_plan(
+            self.model, self.cluster, self.options, world_size=self.world_size, degree=degree, sequences=sequences
+        )
+        optimizer = OptimizerOptions(learning_rate=1e-5, num_steps=10**6)
+        engine = Engine(plan, optimizer, device=self.device, seed=0)
+        shape = (plan.training.global_batch, plan.training.seq_len + 1)
+        tokens = torch.randint(self.model.vocab, shape, generator=torch.Generator().manual_seed(0))
+        for step in range(1, 2 * (NUM_WARM_UP_STEPS + self.options.num_steps) + 1):
+            split = step % 2 == 0
+            engine.runner.follow((parse_actions(SPLIT if split else WHOLE),))
+            dist.barrier()
+            seconds = engine.step(step, lambda first, count: tokens[first : first + count]).seconds
+            if step > 2 * NUM_WARM_UP_STEPS:
+                (self._split_backward if split else self._whole_backward).append(seconds["backward"])
+            yield
+
+    def _split_overhead(self, timings: Sequence[ModuleTiming]) -> float:
+        """Seconds that splitting adds, over those of the modules that are split; a collective."""
+        degree, sequences = self.split_layout
+        every, those = 0.0, 0.0
+        for timing in timings:
+            if (timing.degree, timing.block_tokens) == (degree, sequences * self.options.seq_len):
+                computing = timing.backward.mean_seconds - timing.backward_communication
+                every += timing.backward.mean_seconds
+                those += computing if isinstance(timing.module, SPLIT_KINDS) else 0.0
+        steps = undisturbed([a + b for a, b in zip(self._whole_backward, self._split_backward, strict=True)])
+        whole, split = (
+            gathered_timing([values[step] for step in steps]).mean_seconds
+            for values in (self._whole_backward, self._split_backward)
+        )
+        return max(0.0, split / whole - 1.0) * every / those if those else 0.0
 
     def _keep(self, engine: Engine, degree: int, sequences: int, seconds: dict[str, float]) -> None:
         self._steps[degree, sequences].append(sum(seconds.values()))
@@ -245,12 +297,13 @@ class InSituTimings:
             for owned, samples in sorted(self._optimizer.items())
         )
 
-    def overhead(self, data_seconds_per_sequence: float) -> StepOverhead:
-        """Host time outside modules; a collective."""
+    def overhead(self, data_seconds_per_sequence: float, timings: Sequence[ModuleTiming]) -> StepOverhead:
+        """Host time outside modules, and what split backward passes add; a collective."""
         return StepOverhead(
             data_seconds_per_sequence=data_seconds_per_sequence,
             other_seconds_per_step=gathered_timing(self._per_step).mean_seconds,
             other_seconds_per_action=gathered_timing(self._per_action).mean_seconds,
+            split_backward_overhead=self._split_overhead(timings),
         )
 
 

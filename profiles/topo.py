@@ -1,10 +1,20 @@
-"""What `nvidia-smi topo -m` prints, as a cluster: devices of a node, their slowest path, network cards beside them."""
+"""What `nvidia-smi topo -m` prints, as a cluster: devices of a node, how they are joined, network cards beside them.
+
+The devices are a graph whose edges are bonds of NVLinks.  Where it falls into several islands of equally many devices,
+each joined to all others of its own, as bridged PCIe cards are, an island is a scale-up domain: blocks of it run over
+NVLink, and only what crosses islands takes the slower path.  Else a whole node is one domain, as fast as its slowest
+pair.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
+
+import networkx
 
 from specs.cluster import ClusterSpec, Link, NodeGroup
 from specs.errors import BadInputError
@@ -27,17 +37,47 @@ class Topology:
     devices: tuple[tuple[str, ...], ...]
     cards: dict[str, tuple[str, ...]]
 
-    def slowest(self) -> str:
-        """The worst path of any pair; fewer NVLinks are worse than more."""
-        entries = {entry for row in self.devices for entry in row}
-        far = [entry for entry in entries if entry in PATHS]
-        if far:
-            return max(far, key=PATHS.index)
-        return min(entries, key=lambda entry: int(entry.removeprefix("NV")))
+    def between(self, one: int, other: int) -> str:
+        """The path of a pair."""
+        return self.devices[one][other - (other > one)]
+
+    def graph(self) -> networkx.Graph[int]:
+        """Devices; NVLinks between them."""
+        pairs = list(combinations(range(len(self.devices)), 2))
+        graph: networkx.Graph[int] = networkx.empty_graph(len(self.devices))
+        graph.add_edges_from(pair for pair in pairs if self.between(*pair).startswith("NV"))
+        return graph
+
+    def islands(self) -> list[list[int]]:
+        """Scale-up domains: devices that NVLinks join each to each, if all devices lie in such groups of one size; else
+        all devices together.
+        """
+        every = list(range(len(self.devices)))
+        found = sorted(sorted(island) for island in networkx.connected_components(self.graph()))
+        sizes = {len(island) for island in found}
+        whole = all(self.between(*pair).startswith("NV") for island in found for pair in combinations(island, 2))
+        return found if len(sizes) == 1 and whole and sizes != {1} else [every]
+
+    def slowest(self, devices: Sequence[int]) -> str:
+        """The worst path of any pair of these; fewer NVLinks are worse than more."""
+        return _worst({self.between(*pair) for pair in combinations(devices, 2)})
+
+    def slowest_across(self) -> str:
+        """The worst path between islands."""
+        islands = self.islands()
+        pairs = ((i, j) for one, other in combinations(islands, 2) for i in one for j in other)
+        return _worst({self.between(*pair) for pair in pairs})
 
     def near_cards(self) -> int:
         """Network cards on one PCIe switch with a device, the ones that serve it directly."""
         return sum(any(entry in NEAR for entry in row) for row in self.cards.values())
+
+
+def _worst(entries: set[str]) -> str:
+    far = [entry for entry in entries if entry in PATHS]
+    if far:
+        return max(far, key=PATHS.index)
+    return min(entries, key=lambda entry: int(entry.removeprefix("NV")))
 
 
 def read_topology(path: Path) -> Topology:
@@ -70,7 +110,8 @@ def cluster_of(
 ) -> ClusterSpec:
     """`num_nodes` such nodes of a shipped device.  `card_gigabits` None: the device's usual network.
 
-    Raises `BadInputError` when the table says nothing about links that the device has.
+    Islands take places by their first device; between those of one node lies the slower of its own path and, if there
+    are several nodes, the network.  Raises `BadInputError` when the table says nothing about links that the device has.
     """
     size, device = len(topology.devices), machine.device
     out = machine.scale_out
@@ -84,34 +125,37 @@ def cluster_of(
             latency_seconds=out.latency_seconds,
             source=f"nvidia-smi topo -m, {topology.path.name}: cards on a device's PCIe switch; latency as shipped",
         )
+    islands = topology.islands()
+    if len(islands) > 1:
+        across = _link(topology, topology.slowest_across(), "slowest pair across islands", machine)
+        if num_nodes == 1 or across.bytes_per_second < out.bytes_per_second:
+            out = across
+    together = len(islands[0])
+    inside = machine.scale_up
+    if together > 1:
+        inside = _link(topology, _worst({topology.slowest(island) for island in islands}), "slowest pair", machine)
     return ClusterSpec(
         name=name,
         devices={device.name: device},
-        nodes=(NodeGroup(count=num_nodes, devices_per_node=size, device=device.name),),
-        links={"scale_up": _scale_up(topology, machine) if size > 1 else machine.scale_up, "scale_out": out},
+        nodes=(NodeGroup(count=num_nodes * len(islands), devices_per_node=together, device=device.name),),
+        links={"scale_up": inside, "scale_out": out},
     )
 
 
-def _scale_up(topology: Topology, machine: Machine) -> Link:
-    """A ring over all devices is as fast as its slowest pair."""
-    slowest, kind = topology.slowest(), machine.device.name.split("-")[0]
-    known = NVLINK_BYTES_PER_SECOND if slowest.startswith("NV") else PCIE_BYTES_PER_SECOND
+def _link(topology: Topology, path: str, which: str, machine: Machine) -> Link:
+    """A ring is as fast as its slowest pair."""
+    kind = machine.device.name.split("-")[0]
+    known = NVLINK_BYTES_PER_SECOND if path.startswith("NV") else PCIE_BYTES_PER_SECOND
     if kind not in known:
         raise BadInputError(
-            f"{topology.path} has the path {slowest} between devices, for which no rate of {kind} is known "
+            f"{topology.path} has the path {path} between devices, for which no rate of {kind} is known "
             f"(known: {', '.join(known)}). Measure it (plait profile), or import nccl-tests."
         )
-    source = (
-        f"nvidia-smi topo -m, {topology.path.name}: slowest pair {slowest}; datasheet rate per link, latency as shipped"
-    )
-    if slowest.startswith("NV"):
-        links = int(slowest.removeprefix("NV"))
-        return machine.scale_up.model_copy(
-            update={"name": f"{links} NVLinks", "bytes_per_second": links * known[kind], "source": source}
-        )
+    source = f"nvidia-smi topo -m, {topology.path.name}: {which} {path}; datasheet rate per link, latency as shipped"
+    links = int(path.removeprefix("NV")) if path.startswith("NV") else 0
     return Link(
-        name=f"PCIe x16, {slowest}",
-        bytes_per_second=known[kind],
+        name=f"{links} NVLinks" if links else f"PCIe x16, {path}",
+        bytes_per_second=(links or 1) * known[kind],
         latency_seconds=machine.scale_up.latency_seconds,
         source=source,
     )

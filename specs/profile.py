@@ -78,6 +78,8 @@ class StepOverhead(Spec):
     data_seconds_per_sequence: NonNegativeFloat  # loading, per sequence that a rank reads
     other_seconds_per_step: NonNegativeFloat
     other_seconds_per_action: NonNegativeFloat  # per forward or backward of a micro-batch on a stage
+    # What a schedule that splits backward passes adds to the computing of those of attention and MLPs, as a part of it.
+    split_backward_overhead: NonNegativeFloat
 
 
 class OverlapTiming(Spec):

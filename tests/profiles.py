@@ -16,7 +16,12 @@ from specs.profile import (
     Timing,
 )
 
-NO_OVERHEAD = StepOverhead(data_seconds_per_sequence=0.0, other_seconds_per_step=0.0, other_seconds_per_action=0.0)
+NO_OVERHEAD = StepOverhead(
+    data_seconds_per_sequence=0.0,
+    other_seconds_per_step=0.0,
+    other_seconds_per_action=0.0,
+    split_backward_overhead=0.0,
+)
 OPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_reduce", "point_to_point")
 BYTES_PER_SECOND = 1e9
 WORLD_SIZE = 4

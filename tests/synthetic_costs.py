@@ -37,7 +37,12 @@ class SyntheticCosts:
         self._jitter = jitter
         self.known = known
 
-    overhead = StepOverhead(data_seconds_per_sequence=0.01, other_seconds_per_step=0.1, other_seconds_per_action=0.001)
+    overhead = StepOverhead(
+        data_seconds_per_sequence=0.01,
+        other_seconds_per_step=0.1,
+        other_seconds_per_action=0.001,
+        split_backward_overhead=0.1,
+    )
     reserved_bytes = 100
     estimated = True
 

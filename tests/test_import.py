@@ -261,22 +261,60 @@ def test_cards_beside_devices(tmp_path: Path) -> None:
         cluster_of(bare, "x", machines()["h100"], num_nodes=2, card_gigabits=400.0)
 
 
-def test_the_slowest_pair_decides(tmp_path: Path) -> None:
-    """Two devices of four are bridged: the ring over all goes through the host."""
-    text = "\n".join(
-        [
-            "     GPU0 GPU1 GPU2 GPU3 CPU Affinity",
-            "GPU0  X   NV12 SYS  SYS  0-31",
-            "GPU1 NV12  X   SYS  SYS  0-31",
-            "GPU2 SYS  SYS   X   NV12 32-63",
-            "GPU3 SYS  SYS  NV12  X   32-63",
-        ]
-    )
+BRIDGED = """
+     GPU0 GPU1 GPU2 GPU3 CPU Affinity
+GPU0  X   NV12 SYS  SYS  0-31
+GPU1 NV12  X   SYS  SYS  0-31
+GPU2 SYS  SYS   X   NV12 32-63
+GPU3 SYS  SYS  NV12  X   32-63
+"""
+CROSSED = """
+     GPU0 GPU1 GPU2 GPU3
+GPU0  X   PHB  NV12 PHB
+GPU1 PHB   X   PHB  NV12
+GPU2 NV12 PHB   X   PHB
+GPU3 PHB  NV12 PHB   X
+"""
+CHAIN = """
+     GPU0 GPU1 GPU2 GPU3
+GPU0  X   NV12 SYS  NV12
+GPU1 NV12  X   NV12 SYS
+GPU2 SYS  NV12  X   NV12
+GPU3 NV12 SYS  NV12  X
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "islands", "inside", "across"),
+    [
+        (BRIDGED, 1, [[0, 1], [2, 3]], 300e9, 32e9),
+        (BRIDGED, 2, [[0, 1], [2, 3]], 300e9, None),  # the network is slower than PCIe
+        (CROSSED, 1, [[0, 2], [1, 3]], 300e9, 32e9),
+        (CHAIN, 1, [[0, 1, 2, 3]], 32e9, None),  # not each to each: one domain, as slow as its slowest pair
+    ],
+)
+def test_bridged_devices_are_domains(
+    tmp_path: Path, text: str, nodes: int, islands: list[list[int]], inside: float, across: float | None
+) -> None:
     topology = read_topology(put(tmp_path, "t", text))
-    assert topology.slowest() == "SYS"
-    assert cluster_of(topology, "x", machines()["a100"], num_nodes=1, card_gigabits=None).links[
-        "scale_up"
-    ].bytes_per_second == pytest.approx(32e9)
+    assert topology.islands() == islands
+    machine = machines()["a100"]
+    cluster = cluster_of(topology, "x", machine, num_nodes=nodes, card_gigabits=None)
+    assert [(group.count, group.devices_per_node) for group in cluster.nodes] == [
+        (nodes * len(islands), len(islands[0]))
+    ]
+    assert cluster.links["scale_up"].bytes_per_second == inside
+    expected = machine.scale_out.bytes_per_second if across is None else across
+    assert cluster.links["scale_out"].bytes_per_second == expected
+
+
+def test_islands_that_are_no_neighbours_say_how_to_start(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.json"
+    said = run("import", "topo", put(tmp_path, "t", CROSSED), "--device", "a100", "-o", out)
+    assert "2 islands of 2 devices on NVLink" in said
+    assert "CUDA_VISIBLE_DEVICES=0,2,1,3" in said
+    plan = run("plan", "--model", "llama-3-8b", "--cluster", out, "--global-batch", 8, "--seq-len", 2048, "--json")
+    assert '"step_time_seconds"' in plan
 
 
 @pytest.mark.parametrize(

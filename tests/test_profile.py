@@ -84,6 +84,10 @@ def test_gradient_sync_after_and_beside_backward(measured: Profile) -> None:
     assert measured.reserved_bytes == 0  # a CPU has no context
 
 
+def test_what_split_backward_passes_add(measured: Profile) -> None:
+    assert 0.0 <= measured.overhead.split_backward_overhead < 2.0
+
+
 def test_skew_is_between_ranks(measured: Profile) -> None:
     for timing in measured.modules:
         skew = timing.forward.skew_seconds

@@ -86,7 +86,12 @@ def plans(draw: st.DrawFn) -> Plan:
 @settings(max_examples=40, deadline=None)
 @given(plans())
 def test_terms_add_up_and_no_step_is_faster_than_its_work(layout: Plan) -> None:
-    overhead = StepOverhead(data_seconds_per_sequence=1e-6, other_seconds_per_step=1e-4, other_seconds_per_action=1e-6)
+    overhead = StepOverhead(
+        data_seconds_per_sequence=1e-6,
+        other_seconds_per_step=1e-4,
+        other_seconds_per_action=1e-6,
+        split_backward_overhead=0.0,
+    )
     on = layout.cluster
     source = profile(
         layout.model,
@@ -106,6 +111,25 @@ def test_terms_add_up_and_no_step_is_faster_than_its_work(layout: Plan) -> None:
     assert predicted.peak_memory_terms.total() == predicted.peak_memory_bytes
     assert predicted.peak_memory_bytes >= max(predicted.stage_memory_bytes)
     assert predicted.goodput_tokens_per_second <= predicted.tokens_per_second
+
+
+def test_split_backward_passes_take_what_was_measured_of_them() -> None:
+    """One micro-batch in one lane of stages: all that splitting adds stands in the step, whose computing stays."""
+    stages = [StageShape(1), StageShape(1)]
+    whole, split = (build(small_model(), [ReplicaShape(stages, 1, 1, schedule)]) for schedule in ("1f1b", "zb-h1"))
+    source = profile(small_model(), whole.cluster, seq_len=whole.training.seq_len, tokens=(16,))
+    dear = source.model_copy(update={"overhead": source.overhead.model_copy(update={"split_backward_overhead": 0.5})})
+    plain, free, more = (
+        price(layout, measured_costs(measured, layout.training, layout.cluster))
+        for layout, measured in ((whole, source), (split, source), (split, dear))
+    )
+    assert (
+        plain.step_time_seconds == price(whole, measured_costs(dear, whole.training, whole.cluster)).step_time_seconds
+    )
+    assert more.step_terms.backward == free.step_terms.backward
+    assert more.step_terms.other > free.step_terms.other
+    added = more.step_time_seconds - free.step_time_seconds
+    assert 0.0 < added < 0.5 * plain.step_terms.backward * 2
 
 
 def test_slow_rank_holds_all_up() -> None:
