@@ -66,11 +66,25 @@ def topo(
     name = f"{device}x{len(topology.devices) * nodes}"
     cluster = cluster_of(topology, name, known[device], num_nodes=nodes, card_gigabits=card_gigabits)
     cluster.save(out)
+    islands = topology.islands()
+    order = [device for island in islands for device in island]
+    if len(islands) > 1:
+        typer.echo(f"{len(islands)} islands of {len(islands[0])} devices on NVLink: each is a scale-up domain")
+    if order != sorted(order):
+        typer.echo(
+            f"start with CUDA_VISIBLE_DEVICES={','.join(map(str, order))}: ranks of an island are neighbours then"
+        )
     for level, link in cluster.links.items():
         typer.echo(f"{level}: {link.name}, {link.bytes_per_second / 1e9:g} GB/s per device and direction")
     typer.echo(f"wrote {out}")
     rates = {level: link.bytes_per_second for level, link in cluster.links.items()}
-    return {"wrote": str(out), "cluster": name, "num_devices": cluster.num_devices, "bytes_per_second": rates}
+    return {
+        "wrote": str(out),
+        "cluster": name,
+        "num_devices": cluster.num_devices,
+        "islands": islands,
+        "bytes_per_second": rates,
+    }
 
 
 @import_.command(name="config")
