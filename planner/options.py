@@ -93,7 +93,7 @@ class _Passes(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """What an option does for its weight gradients alone: seconds, by how much `less` is left of backward, and bytes that
+    """What an option does for its weight gradients alone: seconds, how much less is left of backward, and bytes that
     wait, at most and on average.
     """
 
