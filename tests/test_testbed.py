@@ -11,13 +11,20 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
+from pydantic import TypeAdapter
 
+from benchmarks.testbed import nonuniform, pictures
+from benchmarks.testbed.agreement import Agreement, Case, run_case
 from benchmarks.testbed.hosts import Bed, check_machine
-from benchmarks.testbed.measure import Measured
+from benchmarks.testbed.measure import Measured, forget_changed
 from benchmarks.testbed.plans import BATCH, MODEL, SEQ_LEN, plan_of, shapes
+from benchmarks.testbed.progress import Progress
 from benchmarks.testbed.quotas import CGROUPS, held_back_arguments, quotas, set_share, share_of_core
 from benchmarks.testbed.slow_rank import Recovery
-from benchmarks.testbed.turns import order
+from benchmarks.testbed.turns import Job, order
+from cost_models.sources import device_costs
+from cost_models.step import price
 from specs.errors import BadInputError
 from specs.plan import TrainingSpec
 from specs.presets import load_cluster
@@ -197,3 +204,48 @@ def test_recovered_share_of_what_a_slow_rank_costs() -> None:
     found = Recovery(2, {}, at(3.0), at(6.0), at(4.5))
     assert found.bound == pytest.approx(4.0)
     assert found.recovered == pytest.approx(0.75)
+
+
+def measured_at(seconds: float) -> Measured:
+    return Measured(seconds, 0.9 * seconds, 1.1 * seconds, 5, (1, 1))
+
+
+def test_turns_of_a_plan_that_has_changed_are_forgotten(tmp_path: Path) -> None:
+    training = TrainingSpec(global_batch=BATCH, seq_len=SEQ_LEN, precision="fp32")
+    one, other, *_ = (plan_of(shape, MODEL, load_cluster("h100x2"), training) for shape in shapes(2, batch=BATCH))
+    files = {"kept": tmp_path / "0.json", "changed": tmp_path / "1.json"}
+    for file in files.values():
+        one.save(file)
+    Job(plans=files, out=tmp_path / "turns.jsonl").save(tmp_path / "job.json")
+    (tmp_path / "turns.jsonl").write_text(
+        "".join(f'{{"plan": "{name}", "turn": {turn}}}\n' for turn in range(2) for name in files)
+    )
+    forget_changed(tmp_path, {"kept": one, "changed": other, "new": other})
+    left = (tmp_path / "turns.jsonl").read_text().splitlines()
+    assert left == ['{"plan": "kept", "turn": 0}', '{"plan": "kept", "turn": 1}']
+
+
+def test_a_finished_case_stands_as_it_was_measured(tmp_path: Path) -> None:
+    case = Case(2, None)
+    names = ("chosen", "slow")
+    found = Agreement(
+        case, "2026-11-30", {"chosen": 1.0, "slow": 2.0}, {name: measured_at(1.0) for name in names}, {"chosen": 0.01}
+    )
+    (tmp_path / "agreement.json").write_bytes(TypeAdapter(Agreement).dump_json(found))
+    assert run_case(case, tmp_path, Progress()) == found
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    chosen, rival = measured_at(0.1), measured_at(0.2)
+    training = TrainingSpec(global_batch=BATCH, seq_len=SEQ_LEN, precision="fp32")
+    plan = plan_of(next(shapes(2, batch=BATCH)), MODEL, load_cluster("h100x2"), training)
+    plan = plan.with_results(predicted=price(plan, device_costs(load_cluster("h100x2"), training)))
+    plans = {nonuniform.CHOSEN: plan, nonuniform.UNIFORM: plan}
+    measured = {nonuniform.CHOSEN: chosen, nonuniform.UNIFORM: rival}
+    outcomes = [nonuniform.Outcome(nonuniform.cases()[number], None, plans, measured) for number in range(2)]
+    pictures.draw_nonuniform(outcomes, tmp_path / "nonuniform.png")
+    pictures.draw_slow_rank(Recovery(2, {}, chosen, rival, measured_at(0.15)), tmp_path / "slow.png")
+    pictures.draw_host_lost(("a", "b"), ((1.0, 2.0), (3.0,)), (1.5, 2.5), tmp_path / "lost.png")
+    for name in ("nonuniform", "slow", "lost"):
+        pixels = imread(tmp_path / f"{name}.png")
+        assert pixels.std() > 0.05, f"{name} is not blank"

@@ -10,8 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from scipy.stats import spearmanr
 
 from benchmarks.testbed.hosts import Bed
@@ -20,6 +22,7 @@ from benchmarks.testbed.plans import BATCH, MODEL, SEQ_LEN, plan_of, shapes
 from benchmarks.testbed.progress import Progress
 from cost_models.sources import measured_costs
 from cost_models.step import price
+from specs.base import write_whole
 from specs.plan import Plan, TrainingSpec
 
 CHOSEN = "chosen"
@@ -52,9 +55,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Agreement:
-    """All plans of one case."""
+    """All plans of one case, on the day when they were measured."""
 
     case: Case
+    measured_on: str  # ISO date
     predicted: dict[str, float]  # seconds
     measured: dict[str, Measured]
     activation_errors: dict[str, float]  # predicted over measured, minus 1, of the fullest rank, where hooks see it
@@ -110,8 +114,14 @@ class Agreement:
 
 
 def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = NUM_TURNS) -> Agreement:
-    """Profile, choose, run all in turns; what was measured before in `folder` is not measured again."""
+    """Profile, choose, run all in turns; what was measured before in `folder` is not measured again.
+
+    A finished case stands as it was then, predictions included, whatever the code has become.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    finished = folder / "agreement.json"
+    if finished.exists():
+        return _FINISHED.validate_json(finished.read_bytes())
     training = TrainingSpec(global_batch=BATCH, seq_len=SEQ_LEN, precision="fp32")
     model_file = folder / "model.json"
     MODEL.save(model_file)
@@ -139,7 +149,12 @@ def run_case(case: Case, folder: Path, progress: Progress, *, num_turns: int = N
             continue
         kept = measured[name].activation_bytes[foreseen.peak_memory_rank]
         activation_errors[name] = foreseen.peak_memory_terms.activations / kept - 1
-    return Agreement(case, predicted, measured, activation_errors)
+    found = Agreement(case, date.today().isoformat(), predicted, measured, activation_errors)
+    write_whole(finished, _FINISHED.dump_json(found, indent=1).decode())
+    return found
+
+
+_FINISHED = TypeAdapter(Agreement)
 
 
 def _hooks_see_all(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from benchmarks.testbed.turns import Job
 from planner.constraints import Constraints
 from planner.search import Freedom
 from planner.start import start_plan
-from specs.base import load_document
+from specs.base import load_document, write_whole
 from specs.plan import Plan
 from specs.profile import Profile
 
@@ -93,6 +93,7 @@ def take_turns(
     `shares`: of a core, by rank, while a plan runs; without, all ranks have the hosts' usual share.
     `torch`: plans that torch's own pieces run, each with its kind (TP, DP, PP).
     """
+    forget_changed(folder, plans)
     files: dict[str, Path] = {}
     for number, (name, plan) in enumerate(sorted(plans.items())):
         files[name] = folder / f"plan-{number}.json"
@@ -109,6 +110,23 @@ def take_turns(
     hosts.run("benchmarks.testbed.turns", str(folder / "job.json"), log=folder / "turns.log", poll=poll)
     poll()
     return read_turns(job.out)
+
+
+def forget_changed(folder: Path, plans: Mapping[str, Plan]) -> None:
+    """Leave out earlier turns of plans that have become others."""
+    path = folder / "job.json"
+    if not path.exists():
+        return
+    job = load_document(Job, path, "job")
+    before = {name: load_document(Plan, file, "plan") for name, file in job.plans.items() if name in plans}
+    changed = {
+        name
+        for name, plan in before.items()
+        if (plan.pipelines, plan.replicas) != (plans[name].pipelines, plans[name].replicas)
+    }
+    if changed and job.out.exists():
+        lines = job.out.read_text().splitlines(keepends=True)
+        write_whole(job.out, "".join(line for line in lines if json.loads(line)["plan"] not in changed))
 
 
 def read_turns(path: Path) -> dict[str, Measured]:

@@ -35,6 +35,7 @@ def write_agreement(found: Sequence[agreement.Agreement], results: Path) -> str:
     summary = [
         (
             item.case.name,
+            item.measured_on,
             str(len(item.predicted)),
             percent(item.median_error),
             percent(max(map(abs, item.errors.values()))),
@@ -44,7 +45,16 @@ def write_agreement(found: Sequence[agreement.Agreement], results: Path) -> str:
         )
         for item in found
     ]
-    header = ("case", "plans", "median error", "worst", "rank correlation", "regret of the choice", "measured best")
+    header = (
+        "case",
+        "measured on",
+        "plans",
+        "median error",
+        "worst",
+        "rank correlation",
+        "regret of the choice",
+        "measured best",
+    )
     text = heading("Predicted against measured on two hosts") + "\n" + _table(header, summary)
     rivals = []
     for item in found:
