@@ -17,7 +17,7 @@ from cost_models.sharding import MicroBatchSeconds
 from cost_models.topology import ReplicaClass, Topology
 from specs.layout import Cuts, block_of, block_starts
 from specs.model import Attention, Module
-from specs.plan import Pipeline, Plan, Stage
+from specs.plan import Pipeline, Plan, Recompute, Stage
 from specs.schedule import Actions
 
 
@@ -218,8 +218,7 @@ def _group_pass(
 ) -> _GroupPass:
     """A module takes a stage as long as its slowest rank needs; what the others wait is communication.
 
-    Of the three collectives of a backward pass one belongs to the weight gradients.  How the pass divides is computed
-    from operations, never measured, so that it counts as estimated.
+    How a split backward pass divides is computed from operations, never measured, so that it counts as estimated.
     """
     computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
     weight = more = 0.0
@@ -254,7 +253,17 @@ def _weight_seconds(
         units=share.units,
         recompute=group.placement.recompute,
     )
-    return part * computing + (communication / 3.0 if part else 0.0)
+    return weight_seconds(part, computing, communication, group.placement.recompute)
+
+
+def weight_seconds(part: float, computing: float, communication: float, recompute: Recompute) -> float:
+    """Seconds of a backward pass that come later where it is split: those of the weight gradients.
+
+    `part`: their part of computing, 0 where a module does not split.  Of three collectives, the gradient gathered, the
+    input gathered again and its gradient scattered, the second is theirs, unless gathered inputs are kept.
+    """
+    gathers = part > 0.0 and recompute != "keep"
+    return part * computing + (communication / 3.0 if gathers else 0.0)
 
 
 def _rank_costs(

@@ -35,6 +35,7 @@ class RankWork:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int  # between two actions, at the most, with a chunk that is on its way in
+    peak_bytes: int  # all of that at the most, with what modules work in and with buffers
     flop: float
     sent_bytes: dict[CollectiveOp, float]
 
@@ -132,6 +133,7 @@ class PlanWork:
             gradient_bytes=terms.gradients,
             optimizer_bytes=terms.optimizer,
             activation_bytes=terms.activations + (chunk if len(pipeline.stages) > 1 else 0),
+            peak_bytes=terms.total(),
             flop=flop,
             sent_bytes={op: num_bytes for op, num_bytes in sent.items() if num_bytes},
         )

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cost_models.rank_work import RankWork
-from executor.attention import forget_tables
+from executor.attention import AttentionModule, forget_tables
 from executor.clock import Clock
 from executor.engine import Engine
 from executor.memory import LiveStorages, attention_masks, static_tensors
@@ -177,16 +177,29 @@ def dry_run(plan: Plan, process: int) -> RankWork:
         states = [engine.optimizer.adam.state[bucket.master] for bucket in buckets]
         optimizer = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
         weights = [p for module in engine.chain for p in module.parameters()] + [b.weights for b in buckets]
+        states = (
+            _distinct(weights),
+            _distinct([bucket.gradients for bucket in buckets]),
+            _distinct(optimizer + [b.master for b in buckets], but=weights),
+        )
         work = RankWork(
-            weight_bytes=_distinct(weights),
-            gradient_bytes=_distinct([bucket.gradients for bucket in buckets]),
-            optimizer_bytes=_distinct(optimizer + [b.master for b in buckets], but=weights),
+            *states,
             activation_bytes=watch.peak_bytes,
+            peak_bytes=sum(states) + _distinct(_masks(engine)) + live.peak_bytes,
             flop=float(flops.get_total_flops()),
             sent_bytes=dict(sent),
         )
     forget_tables()
     return work
+
+
+def _masks(engine: Engine) -> list[Tensor]:
+    """The masks that the plan's devices need: kernels of GPUs know which keys precede which queries."""
+    on_gpu = all(device.kind == "gpu" for device in engine.plan.cluster.devices.values())
+    if not on_gpu:
+        return attention_masks(engine)
+    specs = ((module.mask, module.layout.module) for module in engine.chain if isinstance(module, AttentionModule))
+    return [mask for mask, spec in specs if mask is not None and (spec.window or spec.score_cap is not None)]
 
 
 def _distinct(tensors: list[Tensor], but: list[Tensor] | None = None) -> int:

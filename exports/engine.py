@@ -61,12 +61,7 @@ def _check_recompute(shape: Shape, model: ModelSpec, engine: Engine) -> None:
 
 
 def _manner(mode: Recompute) -> str:
-    return {
-        "keep": "not at all, gathered inputs kept",
-        "none": "not at all",
-        "selective": "selectively",
-        "full": "in full",
-    }[mode]
+    return {"none": "not at all", "selective": "selectively", "full": "in full"}[mode]
 
 
 def nearest(plans: Iterable[Plan], engine: Engine, costs: CostModel) -> tuple[Runnable, Prediction] | None:

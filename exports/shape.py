@@ -275,6 +275,12 @@ def _recompute(model: ModelSpec, pipeline: Pipeline) -> tuple[Recompute, Recompu
     kinds = dict(model.modules())
     if any(placement.recompute != "none" for placement in pipeline.chain() if placement.module == "head"):
         raise BadInputError("the plan recomputes the head, which is not done elsewhere")
+    kept = sum(placement.recompute == "keep" for placement in pipeline.chain())
+    if kept:
+        raise BadInputError(
+            f"the plan keeps gathered inputs of {kept} modules for backward (recompute keep), for which others have no "
+            "switch; plan with --forbid '*.recompute=keep'"
+        )
     stages: list[list[set[Recompute]]] = []  # of every virtual stage, layer by layer
     of_kind: dict[str, set[Recompute]] = {"attention": set(), "feed-forward parts": set()}
     for run in _runs(pipeline):

@@ -23,17 +23,16 @@ from specs.errors import BadInputError, NoPlanFitsError
 from specs.model import UNIT_NAMES, ModelSpec, Module, num_units
 from specs.plan import Recompute
 
-# What may be recomputed; to keep gathered inputs is not searched, only pinned.  The embedding has nothing to keep; the
-# head's core is its output.
+# What is kept for backward: gathered inputs too, or all but what may be recomputed.  The embedding has nothing to keep;
+# the head's core is its output.
 MODES: dict[str, tuple[Recompute, ...]] = {
     "embedding": ("none",),
-    "attention": ("none", "selective", "full"),
+    "attention": ("keep", "none", "selective", "full"),
     "latent_attention": ("none", "selective", "full"),
-    "mlp": ("none", "selective", "full"),
+    "mlp": ("keep", "none", "selective", "full"),
     "moe": ("none", "selective", "full"),
     "head": ("none", "full"),
 }
-CAN_KEEP = ("attention", "mlp")
 # Combinations of degrees of equal groups that are searched one by one.
 MAX_FAMILIES = 4096
 
@@ -182,7 +181,7 @@ def _matching(model: ModelSpec, option: str, text: str) -> list[int]:
     if key == "tp":
         return found
     chain = model.modules()
-    kinds = {kind for kind, modes in MODES.items() if value in modes} if value != "keep" else {*CAN_KEEP}
+    kinds = {kind for kind, modes in MODES.items() if value in modes}
     usable = [index for index in found if chain[index].module.kind in kinds]
     if not usable:
         raise BadInputError(f"{option}: {chain[found[0]].name} has no recompute mode {value!r}.")

@@ -30,6 +30,8 @@ def describe(layout: Layout) -> str:
     if grid.schedule != "1f1b":
         parts.append(grid.schedule)
     redone = [f"{modes[mode]} {mode}" for mode in ("selective", "full") if modes[mode]]
+    if modes["keep"]:
+        parts.append(f"gathered inputs of {_count(modes['keep'], 'module')} kept")
     parts.append(f"recompute {', '.join(redone)} of {modes.total()} modules" if redone else "no recompute")
     return ", ".join(parts)
 

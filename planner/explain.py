@@ -134,10 +134,12 @@ def _representatives(stage: Stage, chain: dict[str, Module], module: str | None)
 
 
 def _ways(placement: ModulePlacement, module: Module, num_ranks: int) -> list[ModulePlacement]:
-    """The plan's own way first, then all equal blocks and recompute modes."""
+    """The plan's own way first, then all equal blocks and recompute modes; alone a rank gathers nothing to keep."""
     ways = [placement]
     for degree in divisors(num_ranks):
         for mode in MODES[module.kind]:
+            if mode == "keep" and degree == 1:
+                continue
             blocks = (degree,) * (num_ranks // degree)
             if degree <= num_units(module) and (blocks, mode) != (placement.blocks, placement.recompute):
                 ways.append(placement.model_copy(update={"blocks": blocks, "cuts": None, "recompute": mode}))

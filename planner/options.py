@@ -20,10 +20,12 @@ from cost_models.context import with_exchange
 from cost_models.flops import largest_units, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import WEIGHT_BYTES, matrix_elements, sharding_bytes, static_bytes
+from cost_models.passes import weight_seconds
 from cost_models.share import Share
 from cost_models.working import working_bytes
 from planner.chain import Chain
 from planner.constraints import MODES, Rule
+from planner.dominance import undominated
 from planner.layout import Option
 from planner.module_shares import all_shares, copied_elements, cut_elements, distinct_shares, whole_elements
 from planner.rates import Rates
@@ -158,7 +160,7 @@ class OptionSource:
             if not rows:
                 return None
             costs = np.array([row[1] for row in rows])
-            kept = _undominated(costs)
+            kept = undominated(costs)
             options.append(tuple(rows[index][0] for index in kept))
             tables.append(OptionTable(*np.ascontiguousarray(costs[kept].T)))
         return Menu(tuple(options), tuple(tables))
@@ -261,6 +263,8 @@ class OptionSource:
             shelf = self._gathered_bytes(module, degree) if grid.zero == 3 and not optimistic else 0.0
             blocks = (degree,) * (grid.num_ranks // degree)
             for mode in modes:
+                if mode == "keep" and degree == 1 and len(modes) > 1:
+                    continue  # nothing is gathered: the same as none
                 passes = self._passes(kind, degree, block_tokens, mode)
                 if passes is None:
                     continue
@@ -338,10 +342,7 @@ class OptionSource:
         return self._known[key]
 
     def _split(self, kind: int, degree: int, block_tokens: int, recompute: Recompute) -> _Split:
-        """Of an option that has been measured, where the backward pass is split.
-
-        One of the three collectives of a backward pass belongs to the weight gradients, as in `cost_models.passes`.
-        """
+        """Of an option that has been measured, where the backward pass is split."""
         key = (kind, degree, block_tokens, recompute)
         if key not in self._splits:
             module, level = self.chain.modules[kind], self.topology.block_level(degree)
@@ -353,7 +354,8 @@ class OptionSource:
                 )
                 if part:
                     cost = self._cost(module, degree, block_tokens, recompute, level, units)
-                    less = max(less, part * cost.backward_seconds + cost.backward_communication_seconds / 3.0)
+                    talk = cost.backward_communication_seconds
+                    less = max(less, weight_seconds(part, cost.backward_seconds, talk, recompute))
                     more = max(more, self.costs.overhead.split_backward_overhead * cost.backward_seconds)
             waiting = [
                 deferred_bytes(module, Share.of(module, degree, block_tokens, seq_len, units), precision, recompute)
@@ -390,14 +392,3 @@ def _holds_sequences(module: Module, degree: int, grid: Grid) -> bool:
         return True
     sharing, rest = divmod(grid.num_ranks, grid.micro_batch * degree)
     return isinstance(module, Attention) and rest == 0 and grid.context % sharing == 0
-
-
-def _undominated(costs: Floats) -> npt.NDArray[np.int64]:
-    """Rows that no other row equals or beats in everything."""
-    if len(costs) == 1:
-        return np.zeros(1, dtype=np.int64)
-    order = np.lexsort(costs.T[::-1])
-    ordered = costs[order]
-    beaten = (ordered[:, None, :] <= ordered[None, :, :]).all(axis=2)
-    # An earlier row beats; of equal rows the first stays.  (Sorted, so no later row beats an unequal earlier one.)
-    return order[~np.triu(beaten, k=1).any(axis=0)]

@@ -183,7 +183,8 @@ class Refit:
 
     def _menu(self, kind: int, cuts: Cuts, attention: bool, task: Task, every_mode: bool) -> Menu:
         module, length = self._modules[kind], self._plan.training.seq_len
-        modes = [mode for mode in MODES[module.kind] if every_mode or mode in self._modes[kind]]
+        own = self._modes[kind]  # where memory asks for another mode, it never asks for more to keep
+        modes = [mode for mode in MODES[module.kind] if mode in own or (every_mode and mode != "keep")]
         found = []
         for blocks in (self._blocks[kind],) if task.keep_blocks else compositions_of(len(task.nodes)):
             if sum(blocks) != len(task.nodes) or max(blocks) > num_units(module):

@@ -15,6 +15,7 @@ _HELD_NAMES = {
     "gradient": "gradients held",
     "optimizer": "optimizer states held",
     "activation": "activations held",
+    "peak": "at the most",
 }
 
 

@@ -66,13 +66,14 @@ class SyntheticCosts:
         own = largest_units(module, degree) if units is None else units
         work = self._compute[module.kind] * block_tokens * own.size / 64.0
         talk = self._communicate * block_tokens * (degree - 1) / degree * (3.0 if level == "scale_out" else 1.0)
-        repeated = {"none": 0.0, "selective": 0.3, "full": 1.0}[recompute]
-        kept = {"none": 1.0, "selective": 0.6, "full": 0.1}[recompute]
+        repeated = {"keep": 0.0, "none": 0.0, "selective": 0.3, "full": 1.0}[recompute]
+        kept = {"keep": 1.4, "none": 1.0, "selective": 0.6, "full": 0.1}[recompute]
+        collectives = {"keep": 0.6, "full": 2.0}.get(recompute, 1.0)
         return ModuleCost(
             forward_seconds=work,
             backward_seconds=work * (self._backward + repeated),
             forward_communication_seconds=talk,
-            backward_communication_seconds=talk * (1.0 + (recompute == "full")),
+            backward_communication_seconds=talk * collectives,
             activation_bytes=round(self._kept * block_tokens * own.size * kept),
             working_bytes=round(block_tokens * (1.0 + repeated)),
             estimated=True,
@@ -132,13 +133,13 @@ def tiny_model(seed: int, *, num_layers: int = 1) -> ModelSpec:
 
 def some_options(seed: int, degrees: tuple[int, ...]) -> frozenset[tuple[str, int, str]]:
     """One recompute mode for each kind and degree, in a third of the draws two for one of them, so that all plans can
-    be counted out.
+    be counted out.  Alone a rank gathers nothing to keep.
     """
     generator = random.Random(seed)
     modes = {
         "embedding": ["none"],
-        "attention": ["none", "selective", "full"],
-        "mlp": ["none", "full"],
+        "attention": ["keep", "none", "selective", "full"],
+        "mlp": ["keep", "none", "full"],
         "head": ["none"],
     }
     twice = generator.choice(["attention", "mlp", "", "", "", ""]), generator.choice(degrees)
@@ -146,7 +147,9 @@ def some_options(seed: int, degrees: tuple[int, ...]) -> frozenset[tuple[str, in
         (kind, degree, mode)
         for kind, of_kind in modes.items()
         for degree in degrees
-        for mode in generator.sample(of_kind, k=2 if (kind, degree) == twice else 1)
+        for mode in generator.sample(
+            [mode for mode in of_kind if mode != "keep" or degree > 1], k=2 if (kind, degree) == twice else 1
+        )
     )
 
 

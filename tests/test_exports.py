@@ -337,6 +337,7 @@ REFUSED = [
     ({"tensor": 8, "data": 1}, MEGATRON, ""),
     ({"attention": "full", "feed_forward": "none"}, MEGATRON, "the plan recomputes attention in full"),
     ({"order": "replica"}, TORCHTITAN, "numbers ranks stage by stage"),
+    ({"feed_forward": "keep"}, MEGATRON, "keeps gathered inputs of 32 modules for backward"),
     ({"full_layers": 3}, TORCHTITAN, "recomputes some layers and not others"),
 ]
 

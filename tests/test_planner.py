@@ -300,6 +300,9 @@ def test_no_neighbour_of_an_optimal_plan_is_faster(plan_8b):
     for module in found.modules:
         assert module.neighbours[0].reason is None
         assert module.neighbours[0].step_change_seconds == 0.0
+        kept = {max(other.blocks) for other in module.neighbours if other.recompute == "keep"}
+        gathers = {max(other.blocks) for other in module.neighbours} - {1}
+        assert kept == (gathers if module.module.endswith(("attention", "mlp")) else set())
         for other in module.neighbours[1:]:
             fits = other.step_change_seconds is not None and "fit" not in other.reason
             if fits:
