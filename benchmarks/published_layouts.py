@@ -2,11 +2,11 @@
 
     python benchmarks/published_layouts.py [--runs benchmarks/data/published_runs.csv] [--time-limit 20] [ID ...]
 
-The publisher's layout is written as a plan: its degrees, stages, replicas, micro-batch, recomputation and whether the
-optimizer, gradients and weights are sharded.  What the search does not choose is left out on both sides: interleaved
-and zero-bubble schedules (priced as 1F1B).  Weights that are sharded under a pipeline count as zero 1, since
-frameworks then keep them gathered for all micro-batches.  Prices are for this project's executor, so that they are
-not the publisher's times; `plait validate` holds predictions against those.
+The publisher's layout is written as a plan: its degrees, stages and virtual stages (interleaved schedules),
+replicas, micro-batch, recomputation and whether the optimizer, gradients and weights are sharded.  Zero-bubble
+schedules are priced as 1F1B.  Weights that are sharded under a pipeline count as zero 1, since frameworks then keep
+them gathered for all micro-batches.  Prices are for this project's executor, so that they are not the publisher's
+times; `plait validate` holds predictions against those.
 
 Exit code 1 when a publisher's layout that fits beats our plan by more than 0.1 %: the search missed it.
 """
@@ -163,9 +163,10 @@ def plan_of(run: Run, problem: Problem) -> Plan:
     zero = {"none": 0, "optimizer": 1, "full": 3 if run.pp == 1 else 1}[run.sharding]
     recompute = run.recompute or "none"
     names = [name for name, _ in problem.model.modules()]
-    stages, first = [], 0
-    for index, layers in enumerate(layers_of_stage(run)):
-        last = first + 2 * layers + (index == 0) + (index == run.pp - 1)
+    runs, first = [], 0
+    layers_of_run = layers_of_stage(dataclasses.replace(run, pp=run.pp * run.chunks))
+    for index, layers in enumerate(layers_of_run):
+        last = first + 2 * layers + (index == 0) + (index == len(layers_of_run) - 1)
         placements = tuple(
             ModulePlacement(
                 module=name,
@@ -175,8 +176,16 @@ def plan_of(run: Run, problem: Problem) -> Plan:
             )
             for name in names[first:last]
         )
-        stages.append(Stage(num_ranks=run.tp, modules=placements))
+        runs.append(placements)
         first = last
+    stages = [
+        Stage(
+            num_ranks=run.tp,
+            modules=tuple(placement for own in runs[index :: run.pp] for placement in own),
+            virtual_stages=tuple(map(len, runs[index :: run.pp])) if run.chunks > 1 else None,
+        )
+        for index in range(run.pp)
+    ]
     replicas = tuple(
         Replica(
             pipeline=0,
@@ -190,7 +199,13 @@ def plan_of(run: Run, problem: Problem) -> Plan:
         model=problem.model,
         cluster=problem.cluster,
         training=problem.training,
-        pipelines=(Pipeline(micro_batch=run.micro_batch, stages=tuple(stages)),),
+        pipelines=(
+            Pipeline(
+                micro_batch=run.micro_batch,
+                stages=tuple(stages),
+                schedule="interleaved" if run.chunks > 1 else "1f1b",
+            ),
+        ),
         replicas=replicas,
     )
 
@@ -258,16 +273,15 @@ def explain(found: Comparison) -> str:
 
 def describe(run: Run) -> str:
     parts = [f"pp {run.pp} x tp {run.tp} x dp {run.dp}", f"mb {run.micro_batch}"]
+    parts += [f"interleaved {run.chunks}"] if run.chunks > 1 else []
     parts += [run.recompute] if run.recompute not in (None, "none") else []
     parts += ["zero 3" if run.sharding == "full" and run.pp == 1 else "zero 1"] if run.sharding != "none" else []
     return ", ".join(parts)
 
 
 def missing_of(run: Run) -> str:
-    """What the publisher's layout has and plans do not."""
-    parts = [f"interleaved {run.chunks}"] if run.chunks > 1 else []
-    parts += ["gradients sharded"] if run.sharding == "full" and run.pp > 1 else []
-    return f" ({', '.join(parts)}: left out)" if parts else ""
+    """What the publisher's layout has and its plan does not."""
+    return " (gradients sharded: left out)" if run.sharding == "full" and run.pp > 1 else ""
 
 
 def show(found: Comparison) -> None:

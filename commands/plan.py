@@ -52,9 +52,11 @@ def plan(
         float, typer.Option(min=0.0, help="Percent of step time that `--objective memory` may give up.")
     ] = 5.0,
     freedom: Annotated[
-        Literal["uniform", "layers", "stages", "modules", "cuts"],
-        typer.Option(help="How unlike modules may be: everything uniform ... stages that begin inside layers."),
-    ] = "cuts",
+        Literal["uniform", "layers", "stages", "modules", "cuts", "interleaved"],
+        typer.Option(
+            help="How unlike modules may be: everything uniform ... stages that begin inside layers, or interleaved."
+        ),
+    ] = "interleaved",
     engine: Annotated[
         Literal["dp", "ilp"],
         typer.Option(help="Labels and dynamic programming, or an integer program (slower, independent)."),

@@ -25,8 +25,9 @@ def sweep(
         Literal["fp32", "bf16", "fp8"] | None, typer.Option(help="Default: bf16 on GPUs, fp32 on CPUs.")
     ] = None,
     freedom: Annotated[
-        Literal["uniform", "layers", "stages", "modules", "cuts"], typer.Option(help="As for `plait plan`.")
-    ] = "cuts",
+        Literal["uniform", "layers", "stages", "modules", "cuts", "interleaved"],
+        typer.Option(help="As for `plait plan`."),
+    ] = "interleaved",
     time_limit: Annotated[float, typer.Option(min=0.0, help="Seconds per point.")] = 20.0,
     plot: Annotated[Path | None, typer.Option(help="Also draw it into this png, svg or pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -20,6 +20,7 @@ from cost_models.share import Share
 from specs.layout import balanced_cuts, block_starts, sequence_token_cuts
 from specs.model import SEQUENCE_KINDS, Module
 from specs.plan import Plan, Stage
+from specs.schedule import most_held
 from specs.tensors import local_num_elements
 
 Reduction = Literal["ntp", "composed"]
@@ -89,7 +90,9 @@ def _kept(
     """
     pipeline = plan.pipelines[plan.replicas[0].pipeline]
     stage, number = pipeline.stages[index], plan.replicas[0].sequences // micro_batch
-    flight = number if pipeline.schedule == "gpipe" else min(number, len(pipeline.stages) - index)
+    flight: float = number if pipeline.schedule == "gpipe" else min(number, len(pipeline.stages) - index)
+    if pipeline.schedule == "interleaved":
+        flight = max(sum(held.kept) for held in most_held(pipeline.stage_actions(number)[index])) / pipeline.num_virtual
     by_name = dict(plan.model.modules())
     precision, seq_len = plan.training.precision, plan.training.seq_len
     kept, droppable = [], []

@@ -27,7 +27,9 @@ def describe(layout: Layout) -> str:
     ]
     if grid.context > 1:
         parts.append(f"context parallel {grid.context}")
-    if grid.schedule != "1f1b":
+    if grid.num_virtual > 1:
+        parts.append(f"{grid.schedule} with {grid.num_virtual} virtual stages")
+    elif grid.schedule != "1f1b":
         parts.append(grid.schedule)
     redone = [f"{modes[mode]} {mode}" for mode in ("selective", "full") if modes[mode]]
     if modes["keep"]:

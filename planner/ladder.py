@@ -17,6 +17,7 @@ NAMES: dict[Freedom, str] = {
     "stages": "+ degree per stage",
     "modules": "+ degree per module",
     "cuts": "+ stage cuts inside layers",
+    "interleaved": "+ interleaved schedules",
 }
 # Gains below this fraction are called nothing.
 NOTHING = 5e-4
@@ -38,6 +39,8 @@ def climb(searcher: Searcher, incumbent: Incumbent, last: Freedom, *, deadline: 
     The integer program takes longer for each, so only the first and the last are searched.
     """
     rungs = []
+    if last == "interleaved" and not searcher.interleaved.possible:
+        last = "cuts"
     freedoms = FREEDOMS[: FREEDOMS.index(last) + 1]
     if searcher.engine == "ilp":
         freedoms = tuple(dict.fromkeys((FREEDOMS[0], last)))

@@ -32,7 +32,10 @@ Assignment = tuple[tuple[tuple[Option, int], ...], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A solved grid point: where the stages begin (module indices, plus the length) and what their modules do."""
+    """A solved grid point: where the stages begin (module indices, plus the length) and what their modules do.
+
+    With V virtual stages, these are the P V runs of the chain: run i lies on stage i mod P.
+    """
 
     grid: Grid
     boundaries: tuple[int, ...]
@@ -41,7 +44,8 @@ class Layout:
 
 def make_pipeline(layout: Layout, chain: Chain) -> Pipeline:
     """Modules of one kind take their options in runs along the chain, larger degrees and less recompute first."""
-    stages = []
+    grid = layout.grid
+    runs = []
     for (start, stop), assignment in zip(pairwise(layout.boundaries), layout.stages, strict=True):
         waiting = {kind: _in_order(chosen) for kind, chosen in enumerate(assignment)}
         placements = []
@@ -52,11 +56,20 @@ def make_pipeline(layout: Layout, chain: Chain) -> Pipeline:
                     module=chain.names[index],
                     blocks=option.blocks,
                     recompute=option.recompute,
-                    zero=layout.grid.zero,
+                    zero=grid.zero,
                 )
             )
-        stages.append(Stage(num_ranks=layout.grid.num_ranks, modules=tuple(placements)))
-    grid = layout.grid
+        runs.append(tuple(placements))
+    stages = []
+    for stage in range(grid.num_stages):
+        own = runs[stage :: grid.num_stages]
+        stages.append(
+            Stage(
+                num_ranks=grid.num_ranks,
+                modules=tuple(placement for run in own for placement in run),
+                virtual_stages=tuple(map(len, own)) if grid.num_virtual > 1 else None,
+            )
+        )
     shared = any(
         isinstance(chain.modules[kind], Attention) and grid.micro_batch * option.degree % grid.num_ranks
         for assignment in layout.stages

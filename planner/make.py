@@ -26,7 +26,7 @@ def make_plan(
     make_costs: CostMaker,
     *,
     objective: Objective = "goodput",
-    freedom: Freedom = "cuts",
+    freedom: Freedom = "interleaved",
     engine: Engine = "dp",
     time_limit_seconds: float = 60.0,
     top_k: int = 3,
@@ -42,7 +42,9 @@ def make_plan(
     divides, costs that were not measured).
     """
     start = time.monotonic()
-    unlike = bool(problem.cluster.slow) and objective != "memory" and freedom in ("modules", "cuts")
+    unlike = bool(problem.cluster.slow) and objective != "memory" and freedom in ("modules", "cuts", "interleaved")
+    if problem.cluster.slow and freedom == "interleaved":  # shares and cuts are fitted to stages of one run
+        freedom = "cuts"
     deadline = start + time_limit_seconds * (EQUAL_SHARE if unlike else 1.0)
     costs = make_costs(problem.cluster, problem.training)
     searcher = make_searcher(problem, costs, engine)
@@ -122,7 +124,7 @@ def _deliver(problem: Problem, searcher: Searcher, pricer: Pricer, freedom: Free
         devices_per_node=max(group.devices_per_node for group in problem.cluster.nodes),
         state_bytes_per_rank=checkpoint_bytes_per_rank(pricer.plan(some)),
     )
-    return searcher.deliver(freedom, incumbent, worth, deadline=deadline)
+    return searcher.search(freedom, incumbent, deadline=deadline, worth=worth)
 
 
 class _Work(TypedDict):

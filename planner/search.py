@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from planner.chain import Chain, even_boundaries, make_chain
 from planner.constraints import Rules
 from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
+from planner.interleaved import Interleaved
 from planner.options import Menu, OptionSource, Restriction
 from planner.outcome import Outcome
 from planner.quick_bounds import QuickBounds
@@ -37,8 +39,8 @@ TOLERANCE = 2e-4
 
 # Labels and dynamic programming (`grid_search`), or an integer program (`program`).
 Engine = Literal["dp", "ilp"]
-Freedom = Literal["uniform", "layers", "stages", "modules", "cuts"]
-FREEDOMS: tuple[Freedom, ...] = ("uniform", "layers", "stages", "modules", "cuts")
+Freedom = Literal["uniform", "layers", "stages", "modules", "cuts", "interleaved"]
+FREEDOMS: tuple[Freedom, ...] = ("uniform", "layers", "stages", "modules", "cuts", "interleaved")
 _MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -95,18 +97,38 @@ class Searcher:
         """The same problem in other bytes per rank; costs are not asked for again."""
         other = copy.copy(self)
         other.capacity, other._discarded, other._known, other._inner, other._shapes = capacity, {}, {}, {}, {}
+        other.__dict__.pop("interleaved", None)
         return other
 
+    @cached_property
+    def interleaved(self) -> Interleaved:
+        """The interleaved layouts of the problem, as far as searches have looked at them."""
+        return Interleaved(self)
+
     def search(
-        self, freedom: Freedom, incumbent: Incumbent, *, deadline: float, tolerance: float = TOLERANCE
+        self,
+        freedom: Freedom,
+        incumbent: Incumbent,
+        *,
+        deadline: float,
+        tolerance: float = TOLERANCE,
+        worth: Worth | None = None,
     ) -> Outcome:
-        """The best layout of a freedom, starting from what the incumbent already has."""
+        """The best layout of a freedom, starting from what the incumbent already has.
+
+        With `worth` the one that delivers most: incumbent, outcome and bound in seconds delivered.  Uses what a search
+        of the same freedom by step time has shown.
+        """
         outcome = Outcome(None, float("inf"), float("inf"), complete=True)
         before = len(incumbent.priced)
+        if freedom == "interleaved":
+            self.interleaved.search(incumbent, outcome, worth, tolerance=tolerance, deadline=deadline)
         if freedom == "uniform":
-            self._uniform(incumbent, outcome, deadline)
+            self._uniform(incumbent, outcome, deadline, worth)
+        elif worth is None:
+            self._best_first(_of_stages(freedom), incumbent, outcome, tolerance, deadline)
         else:
-            self._best_first(freedom, incumbent, outcome, tolerance, deadline)
+            self._deliver(_of_stages(freedom), incumbent, worth, outcome, tolerance, deadline)
         outcome.evaluated = len(incumbent.priced) - before
         outcome.layout, outcome.seconds = incumbent.layout, incumbent.seconds
         outcome.bound = min(outcome.bound, outcome.seconds)
@@ -117,6 +139,7 @@ class Searcher:
 
         Only for searches of this freedom and of those below it.
         """
+        freedom = _of_stages(freedom)
         enough = incumbent.seconds * (1.0 - tolerance)
         for grid in [grid for grid in self.grids if self.quick_bound(grid) < enough]:
             if time.monotonic() > deadline:
@@ -125,30 +148,6 @@ class Searcher:
             if cause is not None:
                 self._discarded[grid] = (cause, bound)
                 self._known[freedom, grid] = bound
-
-    def deliver(
-        self,
-        freedom: Freedom,
-        incumbent: Incumbent,
-        worth: Worth,
-        *,
-        deadline: float,
-        tolerance: float = TOLERANCE,
-    ) -> Outcome:
-        """The layout of a freedom that delivers most; `incumbent`, outcome and bound in seconds delivered.
-
-        Uses what a search of the same freedom by step time has shown.
-        """
-        outcome = Outcome(None, float("inf"), float("inf"), complete=True)
-        before = len(incumbent.priced)
-        if freedom == "uniform":
-            self._uniform(incumbent, outcome, deadline, worth)
-        else:
-            self._deliver(freedom, incumbent, worth, outcome, tolerance, deadline)
-        outcome.evaluated = len(incumbent.priced) - before
-        outcome.layout, outcome.seconds = incumbent.layout, incumbent.seconds
-        outcome.bound = min(outcome.bound, outcome.seconds)
-        return outcome
 
     def _deliver(
         self,
@@ -193,7 +192,8 @@ class Searcher:
         left = [grid for grid in self.grids if grid not in self._discarded]
         left.sort(key=self._promise)
         for grid in left:
-            bound, enough = self.quick_bound(grid), incumbent.seconds * (1.0 - tolerance)
+            bound = max(self.quick_bound(grid), self._known.get((freedom, grid), 0.0))
+            enough = incumbent.seconds * (1.0 - tolerance)
             if bound >= enough:
                 outcome.pruned["seconds without memory"] += 1
             elif time.monotonic() > deadline:
@@ -220,7 +220,7 @@ class Searcher:
             if least >= enough:
                 return "seconds of any schedule", least
         least, why = float("inf"), "divisibility"
-        for menus in self._menus(grid, freedom, optimistic=True):
+        for menus in self.menus(grid, freedom, optimistic=True):
             if not self._may_fit(grid, menus):
                 why = "memory"
                 continue
@@ -239,7 +239,7 @@ class Searcher:
             known = min(
                 (
                     shape_bound(self.chain_of(freedom), shape, menus, self.source, capacity=capacity, enough=enough)
-                    for menus in self._menus(shape, freedom, optimistic=True)
+                    for menus in self.menus(shape, freedom, optimistic=True)
                     if self._may_fit(shape, menus)
                 ),
                 default=float("inf"),
@@ -258,12 +258,12 @@ class Searcher:
     ) -> float:
         """Search with memory that is never counted too low; where it may be too high, bound with less."""
         bound = float("inf")
-        for variant in self._variants(grid):
+        for variant in self.distinct_variants(grid):
             uncertain = self.source.memory_is_uncertain(variant, self.capacity)
             for optimistic in (False, True) if uncertain else (False,):
                 key = (freedom, variant, optimistic)
                 if key not in self._inner:
-                    all_menus = self._menus(variant, freedom, optimistic=optimistic)
+                    all_menus = self.menus(variant, freedom, optimistic=optimistic)
                     self._inner[key] = [
                         self._grid_search(variant, freedom, menus, optimistic=optimistic) for menus in all_menus
                     ]
@@ -287,7 +287,7 @@ class Searcher:
             return Program(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
         return GridSearch(chain, grid, menus, self.source, capacity=capacity, with_sync=with_sync)
 
-    def _variants(self, grid: Grid) -> list[Grid]:
+    def distinct_variants(self, grid: Grid) -> list[Grid]:
         """Variants of a grid that cost something different."""
         found: dict[object, Grid] = {}
         for variant in variants(grid):
@@ -303,7 +303,7 @@ class Searcher:
             self.capacity - self.source.edge_bytes(grid, optimistic=True)
         )
 
-    def _menus(self, grid: Grid, freedom: Freedom, *, optimistic: bool = False) -> Iterator[list[Menu]]:
+    def menus(self, grid: Grid, freedom: Freedom, *, optimistic: bool = False) -> Iterator[list[Menu]]:
         """The menus that the stages of a grid point choose among: one list for each way to meet the user's rules that
         tie modules together (one in all without such rules), none of them empty.
         """
@@ -353,7 +353,7 @@ class Searcher:
                 # The first variant needs least memory, and no mode is faster than one that recomputes less.
                 search = UniformSearch(self.source, grid, boundaries, mode, capacity=self.capacity)
                 if search.fits:
-                    for variant in self._variants(grid):
+                    for variant in self.distinct_variants(grid):
                         search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
                         if search.fits:
                             lower = search.lower()
@@ -388,3 +388,8 @@ class Searcher:
         if self._fine is None:
             self._fine = make_chain(self.model, "modules", self.rules if self.rules.by_module else None)
         return self._fine
+
+
+def _of_stages(freedom: Freedom) -> Freedom:
+    """Of the layouts that are not interleaved."""
+    return "cuts" if freedom == "interleaved" else freedom

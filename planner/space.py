@@ -49,7 +49,7 @@ class Grid:
     """One point of the outer space: P stages of D ranks, R replicas, micro-batches of b sequences.
 
     `order` says whose ranks are neighbours: the stages of a replica, or the replicas of a stage.  `context`: degree of
-    context parallelism.
+    context parallelism.  `num_virtual`: V virtual stages of each stage, more than one under the schedule interleaved.
     """
 
     num_stages: int
@@ -61,6 +61,7 @@ class Grid:
     zero: Literal[0, 1, 2, 3]
     order: RankOrder = "replica"
     context: int = 1
+    num_virtual: int = 1
 
     @property
     def ranks_per_replica(self) -> int:
@@ -78,7 +79,11 @@ class Grid:
         return np.stack([self.stage_positions(stage) for stage in range(self.num_stages)])
 
     def flights(self, stage: int) -> tuple[Flight, ...]:
-        """What the stage holds at the moments that may be its fullest; first the one that keeps most activations."""
+        """What the stage holds at the moments that may be its fullest; first the one that keeps most activations.
+
+        Not of virtual stages, which hold unlike numbers (`planner.interleaved_stage`).
+        """
+        assert self.num_virtual == 1
         if self.schedule == "zb-h1":  # from P + 1 micro-batches on, more of them only repeat what happens
             return _split_flights(stage, self.num_stages, min(self.num_micro_batches, self.num_stages + 1))
         if self.schedule == "gpipe":

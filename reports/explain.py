@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reports.plan import as_json
+from reports.plan import as_json, schedule_text
 from specs.plan import Plan, Recompute
 from specs.units import num_bytes, percent, seconds
 
@@ -172,7 +172,7 @@ def _shapes(a: Plan, b: Plan) -> Table:
         ("stages", lambda p: str(len(p.pipelines[0].stages))),
         ("ranks per stage", lambda p: " ".join(map(str, sorted({s.num_ranks for s in p.pipelines[0].stages})))),
         ("micro-batch", lambda p: str(p.pipelines[0].micro_batch)),
-        ("schedule", lambda p: p.pipelines[0].schedule),
+        ("schedule", lambda p: schedule_text(p.pipelines[0])),
     ):
         left, right = of(a), of(b)
         table.add_row(name, left, right, "" if left == right else "*")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from reports.contingency import contingency_table
 from reports.rate_choices import rate_choices_table
-from specs.plan import MemoryTerms, ModulePlacement, Plan, Prediction, Stage, StepTerms
+from specs.plan import MemoryTerms, ModulePlacement, Pipeline, Plan, Prediction, Stage, StepTerms
 from specs.units import num_bytes, percent, rate, seconds
 
 STEP_NAMES = {
@@ -90,7 +90,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "micro_batch": pipeline.micro_batch,
             "schedule": pipeline.schedule,
             "stages": [
-                {"num_ranks": stage.num_ranks, "modules": [_run(run) for run in _runs(stage)]}
+                {
+                    "num_ranks": stage.num_ranks,
+                    "virtual_stages": stage.virtual_stages,
+                    "modules": [_run(stage, run) for run in _runs(stage)],
+                }
                 for stage in pipeline.stages
             ],
         }
@@ -104,6 +108,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "pipelines": pipelines,
         **found,
     }
+
+
+def schedule_text(pipeline: Pipeline) -> str:
+    """`1f1b`, or `interleaved with 4 virtual stages`."""
+    virtual = f" with {pipeline.num_virtual} virtual stages" if pipeline.num_virtual > 1 else ""
+    return f"{pipeline.schedule}{virtual}"
 
 
 def headline(plan: Plan) -> str:
@@ -121,7 +131,7 @@ def headline(plan: Plan) -> str:
         shapes.append(
             f"{_count(count, 'replica')} of {_count(len(pipeline.stages), 'stage')} of {ranks} "
             f"{'rank' if ranks == '1' else 'ranks'}, {_count(micro_batches, 'micro-batch')} of "
-            f"{_count(pipeline.micro_batch, 'sequence')}, {pipeline.schedule}"
+            f"{_count(pipeline.micro_batch, 'sequence')}, {schedule_text(pipeline)}"
         )
     zero = {p.zero for pipeline in plan.pipelines for stage in pipeline.stages for p in stage.modules}
     sharded = SHARDED[zero.pop()] if len(zero) == 1 else f"optimizer sharded in part (zero {sorted(zero)})"
@@ -152,7 +162,7 @@ def _layout_table(plan: Plan) -> Table:
             label = f"{prefix}{index}"
             for run in _runs(stage):
                 redo = "" if run[0].recompute == "none" else run[0].recompute
-                table.add_row(label, _names(run), _blocks(run[0].blocks), redo)
+                table.add_row(label, _names(stage, run), _blocks(run[0].blocks), redo)
                 label = ""
     return table
 
@@ -171,13 +181,18 @@ def _runs(stage: Stage) -> list[list[ModulePlacement]]:
     return sorted(runs, key=lambda run: position[run[0].module])
 
 
-def _names(run: list[ModulePlacement]) -> str:
-    """`layers 0-31 attention`, `layer 3 mlp`, `embedding`."""
+def _names(stage: Stage, run: list[ModulePlacement]) -> str:
+    """`layers 0-31 attention`, `layer 3 mlp`, `embedding`; `layers 0-3, 16-19 mlp` on two virtual stages."""
     parts = run[0].module.split(".")
     if len(parts) == 1:
         return parts[0]
-    first, last = parts[1], run[-1].module.split(".")[1]
-    return f"layer {first} {parts[2]}" if first == last else f"layers {first}-{last} {parts[2]}"
+    turns = {placement.module: turn for turn, own in enumerate(stage.runs()) for placement in own}
+    layers = [
+        [placement.module.split(".")[1] for placement in own] for _, own in groupby(run, lambda p: turns[p.module])
+    ]
+    ranges = [own[0] if own[0] == own[-1] else f"{own[0]}-{own[-1]}" for own in layers]
+    one = layers[0][0] == layers[-1][-1]
+    return f"{'layer' if one else 'layers'} {', '.join(ranges)} {parts[2]}"
 
 
 def _blocks(blocks: tuple[int, ...]) -> str:
@@ -186,9 +201,9 @@ def _blocks(blocks: tuple[int, ...]) -> str:
     return f"{_count(len(blocks), 'block')} of {blocks[0]}"
 
 
-def _run(run: list[ModulePlacement]) -> dict[str, Any]:
+def _run(stage: Stage, run: list[ModulePlacement]) -> dict[str, Any]:
     return {
-        "modules": _names(run),
+        "modules": _names(stage, run),
         "count": len(run),
         "blocks": list(run[0].blocks),
         "recompute": run[0].recompute,

@@ -41,6 +41,12 @@ def plan_8b() -> Plan:
     return make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs, objective="step-time")
 
 
+@pytest.fixture(scope="module")
+def plan_of_runs() -> Plan:
+    """Without virtual stages."""
+    return make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs, objective="step-time", freedom="cuts")
+
+
 def test_a_plan_is_complete_and_its_numbers_are_the_price(plan_8b):
     predicted, certificate = plan_8b.predicted, plan_8b.certificate
     assert price(plan_8b, device_costs(plan_8b.cluster, plan_8b.training)) == predicted
@@ -270,10 +276,10 @@ def test_planning_from_shipped_data_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_explain_and_diff(tmp_path, plan_8b):
+def test_explain_and_diff(tmp_path, plan_of_runs):
     one, other = tmp_path / "one.json", tmp_path / "other.json"
-    full = plan_8b.predicted.peak_memory_bytes + 2**20  # a cap that leaves next to nothing
-    plan_8b.model_copy(update={"memory_cap_bytes": full}).save(one)
+    full = plan_of_runs.predicted.peak_memory_bytes + 2**20  # a cap that leaves next to nothing
+    plan_of_runs.model_copy(update={"memory_cap_bytes": full}).save(one)
     make_plan(problem("llama-3-8b", "h100x8", 64, 8192), device_costs, freedom="uniform").save(other)
     shown = plait("explain", str(one), "--module", "layer.3.mlp")
     assert shown.returncode == 0, shown.stderr
@@ -294,8 +300,8 @@ def test_explain_and_diff(tmp_path, plan_8b):
     assert "peak memory" in shown.stdout
 
 
-def test_no_neighbour_of_an_optimal_plan_is_faster(plan_8b):
-    found = explain(plan_8b, device_costs(plan_8b.cluster, plan_8b.training))
+def test_no_neighbour_of_an_optimal_plan_is_faster(plan_of_runs):
+    found = explain(plan_of_runs, device_costs(plan_of_runs.cluster, plan_of_runs.training))
     assert min(found.free_bytes) >= 0
     for module in found.modules:
         assert module.neighbours[0].reason is None
@@ -306,4 +312,4 @@ def test_no_neighbour_of_an_optimal_plan_is_faster(plan_8b):
         for other in module.neighbours[1:]:
             fits = other.step_change_seconds is not None and "fit" not in other.reason
             if fits:
-                assert other.step_change_seconds >= -plan_8b.certificate.gap * found.step_seconds
+                assert other.step_change_seconds >= -plan_of_runs.certificate.gap * found.step_seconds

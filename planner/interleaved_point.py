@@ -1,0 +1,220 @@
+"""One interleaved split in one variant of a grid point: a bound within memory, and its layouts.
+
+Every stage runs with the options that take it the least seconds of a step within its memory,
+
+    m (f + b) + what of its gradient sync is exposed + its optimizer
+
+by either line that bounds what is exposed (`planner.rates`); or the first stage alone does, since it ends with the
+step, and the others take the least m (f + b).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from cost_models.activations import ACTIVATION_BYTES
+from cost_models.pipeline import simulate_actions
+from cost_models.stragglers import expected_maximum
+from planner.grid_search import Best
+from planner.interleaved_stage import Columns, Ints, Relaxed, Selection, StageSolver
+from planner.layout import Layout
+from planner.options import Menu, OptionSource
+from planner.rates import Exposure
+from planner.space import Grid, divisors
+from specs.schedule import pipeline_actions, stage_actions
+
+Floats = npt.NDArray[np.float64]
+
+
+class Costs:
+    """What all splits of a variant share: a menu, its costs as arrays, the bytes that modules may fill, relaxations."""
+
+    def __init__(self, grid: Grid, menu: Menu, columns: Columns, capacity: float, source: OptionSource) -> None:
+        self.menu = menu
+        self.columns = columns
+        self.capacity = capacity
+        self.less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks))
+        self.exposures = source.rates.exposures(grid.zero)
+        self.ring = ring_seconds(grid, source)
+        self.held = held_on(grid)
+        self._grid = grid
+
+    @cached_property
+    def work(self) -> Relaxed:
+        """m (f + b) of a stage."""
+        return self._relaxed(0.0)
+
+    @cached_property
+    def ends(self) -> tuple[Relaxed, ...]:
+        """The same with what of its gradient sync is exposed at least, by each of the lines."""
+        return tuple(self._relaxed(self.after(line)) for line in self.exposures)
+
+    def after(self, line: Exposure) -> Floats:
+        """A line of exposed sync by kind and option, without what is the same for all."""
+        after: Floats = line.of_sync * self.columns.sync - line.of_backward * self.columns.backward
+        return after
+
+    def _relaxed(self, after: Floats | float) -> Relaxed:
+        work = self._grid.num_micro_batches * (self.columns.forward + self.columns.backward)
+        return Relaxed(self.columns, self.held, work + after, self.capacity)
+
+
+class Point:
+    """`bound`: step seconds that none of its layouts beats; `closed`: it gets no sharper."""
+
+    def __init__(
+        self, grid: Grid, boundaries: tuple[int, ...], counts: Ints, costs: Costs, source: OptionSource
+    ) -> None:
+        """`counts` of modules, [v, stage, kind]."""
+        self.grid = grid
+        self.closed = False
+        self.num_labels = 0
+        self.boundaries = boundaries
+        self._counts = counts
+        self._costs = costs
+        self._source = source.costs
+        self._host = source.costs.overhead.other_seconds_per_action
+        self._other = source.costs.overhead.other_seconds_per_step
+        self._jitter = source.costs.jitter * expected_maximum(grid.num_replicas)
+        self.bound = self._relaxed()
+
+    def refine(self, best: Best) -> list[Point]:
+        """Solve the stages and offer the layouts; from then on the bound is theirs."""
+        self.closed = True
+        solver = StageSolver(self._costs.columns, self._costs.capacity)
+        lowers = {selections: self._lower(selections) for selections in self._selections(solver)}
+        for selections, lower in sorted(lowers.items(), key=itemgetter(1)):
+            if lower < best.seconds:
+                best.offer(self._layout(selections), lower)
+        self.bound = max(self.bound, min(lowers.values(), default=np.inf))
+        self.num_labels += solver.num_labels
+        return [self]
+
+    def _relaxed(self) -> float:
+        """A bound before any stage is solved."""
+        grid, costs, counts = self.grid, self._costs, self._counts.swapaxes(0, 1).astype(np.float64)
+        hosts = 2.0 * grid.num_micro_batches * grid.num_virtual * self._host
+        own = costs.work.bounds(counts) + hosts
+        if not np.isfinite(own).all():
+            return np.inf
+        columns, first, totals = costs.columns, counts[:, 0], counts.sum(axis=1)
+        pre = before(first @ columns.forward.min(axis=1) + self._host + costs.ring)
+        post = before(first @ columns.backward.min(axis=1) + self._host + costs.ring)
+        longest = there_and_back = float((pre + own + post).max())
+        for line, ends in zip(costs.exposures, costs.ends, strict=True):
+            less = line.of_sync * costs.less + line.of_backward * grid.num_virtual * self._host
+            back = there_and_back + float(totals[0] @ costs.after(line).min(axis=1)) - less
+            longest = max(longest, back, float((pre + ends.bounds(counts)).max()) + hosts - less)
+        update = float((totals @ columns.update.min(axis=1)).max())
+        spread = float((totals @ columns.spread.min(axis=1)).max())
+        return longest + update + self._other + self._straggler(spread)
+
+    def _straggler(self, spread: float) -> float:
+        return self._jitter * float(np.sqrt(self.grid.num_micro_batches * spread))
+
+    def _selections(self, solver: StageSolver) -> set[tuple[Selection, ...]]:
+        """For every stage; none where one of them does not fit."""
+        costs, stages, m = self._costs, range(self.grid.num_stages), self.grid.num_micro_batches
+        work = m * (costs.columns.forward + costs.columns.backward)
+        ending = [work + costs.after(line) + costs.columns.update for line in costs.exposures]
+        solved = [
+            [solver.solve(self._counts[:, s], costs.held[s], weighted) for weighted in (work, *ending)] for s in stages
+        ]
+        if any(None in own for own in solved):
+            return set()
+        found = [[one.selection for one in own if one is not None] for own in solved]
+        return {(found[0][line], *(own[others] for own in found[1:])) for line in (1, 2) for others in (0, line)}
+
+    def _lower(self, selections: tuple[Selection, ...]) -> float:
+        """A bound of a layout's price: simulated, with what comes once a step."""
+        columns, grid, costs = self._costs.columns, self.grid, self._costs
+        forward, backward = (
+            np.stack([_by_run(one, of) for one in selections], axis=1) + self._host
+            for of in (columns.forward, columns.backward)
+        )
+        sync, update, spread = (
+            [float(_by_run(one, of).sum()) for one in selections]
+            for of in (columns.sync, columns.update, columns.spread)
+        )
+        actions = pipeline_actions(
+            "interleaved",
+            num_stages=grid.num_stages,
+            num_micro_batches=grid.num_micro_batches,
+            num_virtual=grid.num_virtual,
+        )
+        links = np.tile(costs.ring, grid.num_virtual)[:-1]
+        timing = simulate_actions(actions, forward.ravel().tolist(), backward.ravel().tolist(), links.tolist())
+        exposed = self._source.exposed_gradient_sync
+        ends = max(
+            finish + exposed(max(0.0, own - costs.less), beside, sharded=bool(grid.zero))
+            for finish, own, beside in zip(timing.finish_seconds, sync, backward.sum(axis=0).tolist(), strict=True)
+        )
+        return ends + max(update) + self._straggler(max(spread)) + self._other
+
+    def _layout(self, selections: tuple[Selection, ...]) -> Layout:
+        options, grid = self._costs.menu.options, self.grid
+        runs = [
+            tuple(
+                tuple((options[kind][min(option, len(options[kind]) - 1)], number) for option, number in chosen)
+                for kind, chosen in enumerate(selections[s][v])
+            )
+            for v in range(grid.num_virtual)
+            for s in range(grid.num_stages)
+        ]
+        return Layout(grid, self.boundaries, tuple(runs))
+
+
+def ring_seconds(grid: Grid, source: OptionSource) -> Floats:
+    """From each stage to the next, and from the last to the first."""
+    ends = np.array([grid.stage_positions(stage)[0, 0] for stage in (grid.num_stages - 1, 0)])
+    tokens = -(-grid.micro_batch * source.training.seq_len // grid.num_ranks)
+    back = source.costs.collective(
+        "point_to_point",
+        num_ranks=2,
+        payload_bytes=tokens * source.chain.modules[0].hidden * ACTIVATION_BYTES[source.training.precision],
+        level=source.topology.span(ends).level,
+    )
+    return np.array([*source.transfer_seconds(grid), back])
+
+
+def before(seconds: Floats) -> Floats:
+    """Sums of all entries before each."""
+    return np.cumsum(seconds) - seconds
+
+
+def _by_run(selection: Selection, of: Floats) -> Floats:
+    """Sums over the modules of each virtual stage."""
+    return np.array(
+        [
+            sum(number * float(of[kind, option]) for kind, chosen in enumerate(own) for option, number in chosen)
+            for own in selection
+        ]
+    )
+
+
+def held_on(grid: Grid) -> tuple[Ints, ...]:
+    """What every stage holds at the moments at which it is fullest, [moment, v]."""
+    return _held(grid.num_stages, grid.num_micro_batches, grid.num_virtual)
+
+
+@lru_cache(maxsize=1024)
+def _held(num_stages: int, num_micro_batches: int, num_virtual: int) -> tuple[Ints, ...]:
+    """As `specs.schedule.most_held`, of all stages.  With turns all alike, more than three only repeat what happens."""
+    few = min(num_micro_batches, 3 * num_stages) if num_micro_batches % num_stages == 0 else num_micro_batches
+    found = []
+    for stage in range(num_stages):
+        actions = stage_actions(
+            "interleaved", stage=stage, num_stages=num_stages, num_micro_batches=few, num_virtual=num_virtual
+        )
+        change = np.zeros((len(actions), num_virtual), dtype=np.int64)
+        change[np.arange(len(actions)), [action.virtual for action in actions]] = [
+            1 if action.kind == "F" else -1 for action in actions
+        ]
+        moments = np.unique(change.cumsum(axis=0), axis=0)
+        beaten = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1) > 1
+        found.append(moments[~beaten])
+    return tuple(found)

@@ -1,0 +1,243 @@
+"""A stage of an interleaved schedule: the best options of its virtual stages together, within the memory that it has.
+
+    minimise    sum over virtual stages v, kinds k, options c of  n[v, k, c] seconds[k, c]
+    subject to  sum over c of n[v, k, c] = counts[v, k]
+                sum n[v, k, c] (static[k, c] + held[v] activation[k, c]) + largest working memory <= capacity
+
+held[v] is the number of micro-batches whose activations virtual stage v keeps.  At the moments at which a stage is
+fullest these numbers differ a little: the program has their means, and what it finds is tried at each moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.knapsack import ROUNDING, choose, hull
+from planner.options import Menu
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# Prices of a byte at which a stage is bounded.
+MAX_PRICES = 24
+# Mixtures of moments that are tried when what fits on average does not fit at every one.
+MOST_MIXTURES = 4
+
+# By virtual stage and kind: (option, how many modules take it).
+Selection = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A menu's costs as arrays [kind, option]; kinds with fewer options repeat their last one."""
+
+    forward: Floats
+    backward: Floats
+    sync: Floats
+    update: Floats
+    spread: Floats
+    static: Floats
+    activation: Floats
+    working: Floats
+
+    @classmethod
+    def of(cls, menu: Menu) -> Columns:
+        most = max(table.forward.size for table in menu.tables)
+
+        def column(name: str) -> Floats:
+            rows = [getattr(table, name) for table in menu.tables]
+            return np.stack([np.pad(row, (0, most - row.size), mode="edge") for row in rows])
+
+        names = ("forward", "backward", "sync", "update", "spread", "static", "activation", "working")
+        return cls(*map(column, names))
+
+
+class Solved(NamedTuple):
+    """A selection that fits, and the weighted seconds that it takes."""
+
+    weighted: float
+    selection: Selection
+
+
+class Relaxed:
+    """Bounds of the weighted seconds of a grid point's stages, whatever they contain; any price of a byte gives one.
+
+    What a kind of module takes at a price depends on the micro-batches that its virtual stage holds, so it is found
+    once for all contents.
+    """
+
+    def __init__(self, columns: Columns, held: Sequence[Ints], weighted: Floats, capacity: float) -> None:
+        """`held[s]`: micro-batches held at each moment, [moment, v]; `weighted` [kind, option]."""
+        numbers, at = np.unique(
+            np.stack([_mean(moments, moments.sum(axis=1)) for moments in held]), return_inverse=True
+        )
+        at = at.reshape(len(held), -1)
+        memory = columns.static + numbers[:, None, None] * columns.activation  # [held, kind, option]
+        sample = [memory[0], memory[numbers.size // 2], memory[-1]]
+        self._prices = _prices([(w, m[k]) for m in sample for k, w in enumerate(weighted)])
+        duals = (weighted[:, :, None] + memory[..., None] * self._prices).min(axis=2)
+        self._duals = duals[at].reshape(len(held), -1, self._prices.size)  # [stage, v and kind, price]
+        self._least = memory.min(axis=2)[at].reshape(len(held), -1)
+        self._working = columns.working.min(axis=1)
+        self._capacity = capacity
+
+    def bounds(self, counts: Floats) -> Floats:
+        """By stage, for [stage, v, kind] modules; `inf` where it cannot fit."""
+        present = counts.sum(axis=1) > 0.0
+        room = self._capacity - np.where(present, self._working, 0.0).max(axis=1)
+        flat = counts.reshape(len(counts), 1, -1)
+        if ((flat[:, 0] * self._least).sum(axis=1) > room).any():
+            return np.full(len(counts), np.inf)
+        seconds: Floats = ((flat @ self._duals)[:, 0] - room[:, None] * self._prices).max(axis=1)
+        return seconds
+
+
+class StageSolver:
+    """Solves the stages of one grid point and menu."""
+
+    def __init__(self, columns: Columns, capacity: float) -> None:
+        self._columns = columns
+        self._capacity = capacity
+        self._works: Floats = np.unique(columns.working)[::-1]
+        self.num_labels = 0
+
+    def most_bytes(self, held: Ints, selection: Selection) -> float:
+        """At the fullest moment of those in `held`, [moment, v]."""
+        columns = self._columns
+        static = working = 0.0
+        kept = np.zeros(len(selection))
+        for v, of_kinds in enumerate(selection):
+            for kind, chosen in enumerate(of_kinds):
+                for option, number in chosen:
+                    static += number * float(columns.static[kind, option])
+                    kept[v] += number * float(columns.activation[kind, option])
+                    working = max(working, float(columns.working[kind, option]))
+        return static + working + float((held @ kept).max())
+
+    def solve(self, counts: Ints, held: Ints, weighted: Floats) -> Solved | None:
+        """The least weighted seconds, [kind, option], of [v, kind] modules; None where nothing is found that fits.
+
+        Exact where one moment is the fullest for all selections.
+        """
+        mixture = _mean(held, held @ (counts @ self._columns.activation.mean(axis=1)))
+        for turn in range(MOST_MIXTURES):
+            groups = self._groups(counts, mixture, weighted)
+            chosen = self._fastest(counts, held, groups) or self._exact(groups)
+            if chosen is None:
+                return None  # a mean of moments is no harder to fit than all of them
+            selection = _dealt(counts, groups, chosen)
+            if self.most_bytes(held, selection) <= self._capacity:
+                return Solved(_seconds(groups, chosen), selection)
+            fullest = max(held, key=lambda moment: self.most_bytes(moment[None], selection))
+            mixture = fullest if turn == 0 else 0.5 * (mixture + fullest)
+        groups = self._groups(counts, held.max(axis=0), weighted)
+        chosen = self._exact(groups)
+        return None if chosen is None else Solved(_seconds(groups, chosen), _dealt(counts, groups, chosen))
+
+    def _groups(self, counts: Ints, held: Floats | Ints, weighted: Floats) -> list[_Group]:
+        """Virtual stages' kinds; those that hold as much are one."""
+        members: dict[tuple[int, float], list[int]] = {}
+        for v, kind in zip(*np.nonzero(counts), strict=True):
+            members.setdefault((int(kind), float(held[v])), []).append(int(v))
+        return [
+            _Group(
+                kind,
+                tuple(own),
+                int(counts[own, kind].sum()),
+                weighted[kind],
+                self._columns.static[kind] + kept * self._columns.activation[kind],
+            )
+            for (kind, kept), own in members.items()
+        ]
+
+    def _fastest(self, counts: Ints, held: Ints, groups: Sequence[_Group]) -> list[list[tuple[int, int]]] | None:
+        """Of every module the fastest option, if they fit."""
+        fastest = [[(int(np.lexsort((group.memory, group.seconds))[0]), group.number)] for group in groups]
+        return fastest if self.most_bytes(held, _dealt(counts, groups, fastest)) <= self._capacity else None
+
+    def _exact(self, groups: Sequence[_Group]) -> list[list[tuple[int, int]]] | None:
+        """Each possible largest working memory is tried, the most promising first."""
+        working = [self._columns.working[group.kind] for group in groups]
+        least = max(float(own.min()) for own in working)
+        prices = _prices([(group.seconds, group.memory) for group in groups])
+        tries = sorted(
+            (_dual(groups, working, work, prices, self._capacity - work), work) for work in self._works if work >= least
+        )
+        best: tuple[float, list[list[tuple[int, int]]]] | None = None
+        for bound, work in tries:
+            cutoff = np.inf if best is None else best[0]
+            if bound >= cutoff:
+                break
+            usable = [np.flatnonzero(own <= work) for own in working]
+            label = choose(
+                [group.number for group in groups],
+                [group.seconds[u] for group, u in zip(groups, usable, strict=True)],
+                [group.memory[u] for group, u in zip(groups, usable, strict=True)],
+                self._capacity - work,
+                cutoff=cutoff,
+            )
+            self.num_labels += 1
+            if label is not None:
+                chosen = [[(int(u[c]), n) for c, n in own] for own, u in zip(label.selection, usable, strict=True)]
+                best = (label.seconds, chosen)
+        return None if best is None else best[1]
+
+
+class _Group(NamedTuple):
+    """Modules of one kind in virtual stages alike; seconds and bytes by option."""
+
+    kind: int
+    members: tuple[int, ...]
+    number: int
+    seconds: Floats
+    memory: Floats
+
+
+def _dual(groups: Sequence[_Group], working: Sequence[Floats], work: float, prices: Floats, room: float) -> float:
+    """A bound of the groups' seconds within some working memory."""
+    total = -room * prices
+    for group, own in zip(groups, working, strict=True):
+        some = own <= work
+        total = total + group.number * (group.seconds[some, None] + group.memory[some, None] * prices).min(axis=0)
+    return float(total.max())
+
+
+def _mean(held: Ints, full: Floats | Ints) -> Floats:
+    """Of the moments that are fullest by some measure."""
+    mean: Floats = held[full >= full.max() * (1.0 - ROUNDING)].mean(axis=0)
+    return mean
+
+
+def _seconds(groups: Sequence[_Group], chosen: Sequence[Sequence[tuple[int, int]]]) -> float:
+    return sum(n * float(group.seconds[c]) for group, own in zip(groups, chosen, strict=True) for c, n in own)
+
+
+def _dealt(counts: Ints, groups: Sequence[_Group], chosen: Sequence[Sequence[tuple[int, int]]]) -> Selection:
+    """A group's options over its virtual stages, to each the same mixture as far as numbers allow."""
+    num_virtual, num_kinds = counts.shape
+    found: list[list[dict[int, int]]] = [[{} for _ in range(num_kinds)] for _ in range(num_virtual)]
+    for group, own in zip(groups, chosen, strict=True):
+        options = [option for option, number in own for _ in range(number)]
+        seats = sorted((i / counts[v, group.kind], v) for v in group.members for i in range(int(counts[v, group.kind])))
+        for option, (_, v) in zip(options, seats, strict=True):
+            taken = found[v][group.kind]
+            taken[option] = taken.get(option, 0) + 1
+    return tuple(tuple(tuple(sorted(taken.items())) for taken in of_kinds) for of_kinds in found)
+
+
+def _prices(sample: Sequence[tuple[Floats, Floats]]) -> Floats:
+    """Zero and slopes of convex hulls of (seconds, bytes)."""
+    slopes = {0.0}
+    for seconds, memory in sample:
+        points = hull(seconds, memory)
+        slopes.update(float((seconds[a] - seconds[b]) / (memory[b] - memory[a])) for a, b in pairwise(points))
+    ordered = np.array(sorted(slopes))
+    if ordered.size > MAX_PRICES:
+        ordered = ordered[np.linspace(0, ordered.size - 1, MAX_PRICES).round().astype(np.int64)]
+    return ordered
