@@ -128,6 +128,19 @@ def _on_rank(module: Module, share: Share, precision: Precision, recompute: Reco
     )
 
 
+class _Parts(NamedTuple):
+    """What all modules of a stage take on one rank: bytes kept and waiting by virtual stage, at work and in masks;
+    elements of the largest bucket, and of what is gathered around a use.
+    """
+
+    kept: list[int]
+    deferred: list[int]
+    working: int
+    masks: int
+    bucket: int
+    gathered: int
+
+
 def sharding_bytes(scattered: int, bucket: int, gathered: int, precision: Precision) -> int:
     """Buffers during the passes of what is scattered after every micro-batch and gathered around every use.
 
@@ -145,6 +158,11 @@ class ModuleGroup:
     module: Module
     placement: ModulePlacement
     count: int
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for groups that differ in the names of their modules alone, in one plan."""
+        placed = self.placement
+        return (id(self.module), placed.blocks, placed.cuts, placed.recompute, placed.zero, self.count)
 
 
 def module_groups(run: Iterable[ModulePlacement], chain: Mapping[str, Module]) -> list[ModuleGroup]:
@@ -184,6 +202,7 @@ class PlanMemory:
         self._chain = dict(plan.model.modules())
         self._reserved_bytes = reserved_bytes
         self._on_gpu = all(device.kind == "gpu" for device in plan.cluster.devices.values())
+        self._parts: dict[tuple[object, ...], list[_Parts]] = {}  # by rank, of stages that hold the same
         self._weights: defaultdict[Member, float] = defaultdict(float, held.copied)
         self._gradients: defaultdict[Member, float] = defaultdict(float)
         self._scattered: defaultdict[Member, int] = defaultdict(int)  # after every micro-batch
@@ -211,23 +230,28 @@ class PlanMemory:
         cuts = layout.stages[stage].chunk_cuts(layout.micro_batch * self._plan.training.seq_len)
         sequences = max(replica.sequences for replica in self._plan.replicas if replica.pipeline == pipeline)
         moments = most_held(layout.stage_actions(sequences // layout.micro_batch)[stage])
-        return [self._rank((pipeline, stage, rank), groups, cuts, moments) for rank in range(len(cuts) - 1)]
+        key = (cuts, layout.context_parallel, tuple(tuple(group.key() for group in of_run) for of_run in groups))
+        if key not in self._parts:
+            ranks = range(len(cuts) - 1)
+            self._parts[key] = [self._parts_of(rank, groups, cuts, layout.context_parallel) for rank in ranks]
+        return [
+            self._rank((pipeline, stage, rank), parts, cuts[rank + 1] - cuts[rank], moments)
+            for rank, parts in enumerate(self._parts[key])
+        ]
 
     def _kernel_masks(self, module: Attention) -> bool:
         """Whether attention kernels know which keys precede which queries: those of GPUs, without window and cap."""
         window = module.window is not None and module.window < self._plan.training.seq_len
         return self._on_gpu and not window and module.score_cap is None
 
-    def _rank(
-        self, member: Member, runs: Sequence[Sequence[ModuleGroup]], cuts: Cuts, moments: Sequence[Held]
-    ) -> MemoryTerms:
-        precision, context = self._plan.training.precision, self._plan.pipelines[member[0]].context_parallel
+    def _parts_of(self, rank: int, runs: Sequence[Sequence[ModuleGroup]], cuts: Cuts, context: int) -> _Parts:
+        precision, seq_len = self._plan.training.precision, self._plan.training.seq_len
         masks: dict[tuple[int | None, bool], int] = {}
         kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
         bucket, gathered = BUCKET_ELEMENTS, 0
         for virtual, groups in enumerate(runs):
             for group in groups:
-                share = share_of(group.placement, group.module, member[2], cuts, self._plan.training.seq_len, context)
+                share = share_of(group.placement, group.module, rank, cuts, seq_len, context)
                 own = _on_rank(group.module, share, precision, group.placement.recompute)
                 kept[virtual] += group.count * own.kept
                 deferred[virtual] += group.count * own.deferred
@@ -237,24 +261,28 @@ class PlanMemory:
                     masks[kind] = max(masks.get(kind, 0), mask_elements(group.module, share))
                 bucket = max(bucket, own.largest)
                 gathered = max(gathered, own.matrices if group.placement.zero == 3 else 0)
+        return _Parts(kept, deferred, working, ACTIVATION_BYTES[precision] * sum(masks.values()), bucket, gathered)
+
+    def _rank(self, member: Member, parts: _Parts, chunk_tokens: int, moments: Sequence[Held]) -> MemoryTerms:
+        precision = self._plan.training.precision
         activations = max(
-            sum(n * size for n, size in zip(held.kept + held.deferred, kept + deferred, strict=True))
+            sum(n * size for n, size in zip(held.kept + held.deferred, parts.kept + parts.deferred, strict=True))
             for held in moments
         )
         weight = WEIGHT_BYTES[precision]
         # What is scattered and gathered once a step finds activations gone; a chunk is on its way in and out at every
         # edge of the pipeline.
-        passing = sharding_bytes(self._scattered[member], bucket, gathered, precision)
-        sharding = max(passing, self._gathered[member] * weight - activations - working)
-        chunk = ACTIVATION_BYTES[precision] * (cuts[member[2] + 1] - cuts[member[2]]) * self._plan.model.hidden
+        passing = sharding_bytes(self._scattered[member], parts.bucket, parts.gathered, precision)
+        sharding = max(passing, self._gathered[member] * weight - activations - parts.working)
+        chunk = ACTIVATION_BYTES[precision] * chunk_tokens * self._plan.model.hidden
         last = len(self._plan.pipelines[member[0]].stages) - 1
-        edges = 2 * len(runs) - (member[1] == 0) - (member[1] == last)
+        edges = 2 * len(parts.kept) - (member[1] == 0) - (member[1] == last)
         return MemoryTerms(
             weights=round(self._weights[member] * weight),
             gradients=round(self._gradients[member] * GRADIENT_BYTES),
             optimizer=round(self.owned[member] * _state_bytes(precision)),
             activations=activations,
-            working=working + ACTIVATION_BYTES[precision] * sum(masks.values()),
+            working=parts.working + parts.masks,
             communication=sharding + 2 * edges * chunk,
             reserved=self._reserved_bytes,
         )

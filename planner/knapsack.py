@@ -16,12 +16,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+# Outcomes of modules of one kind that are put together at once, at most.
+MOST_GROWN = 100_000
 # Relative slack for sums of floating-point seconds that are equal on paper.
 ROUNDING = 1e-12
 
@@ -144,10 +147,18 @@ def enumerate_labels(
         reduced = duals[kind] - duals[kind].min()
         options = np.flatnonzero(reduced <= allowance)
         table = np.stack([seconds[kind], tails[kind], memory[kind], reduced])[:, options]
+        batches = [_Batch(table, np.eye(reduced.size, dtype=np.int64)[options])]
         least = float(memory[kind].min())
-        for _ in range(count):
-            rest -= least
-            grown = (state[:, :, None] + table[:, None, :]).reshape(4, -1)
+        while count:
+            power = min(count.bit_length() - 1, len(batches))
+            if power == len(batches):
+                power -= not _double(batches, allowance)
+            while power and state.shape[1] * batches[power].values.shape[1] > MOST_GROWN:
+                power -= 1
+            batch = batches[power]
+            count -= 1 << power
+            rest -= least * (1 << power)
+            grown = _sums(state, batch.values)
             alive = np.flatnonzero((grown[3] <= allowance) & (grown[2] + rest <= capacity))
             alive = alive[_undominated(grown[:3, alive])]
             if not alive.size:
@@ -155,31 +166,64 @@ def enumerate_labels(
             if alive.size > max_labels:
                 raise MemoryError(f"{alive.size} labels")
             state = grown[:, alive]
-            steps.append((kind, alive // options.size, options[alive % options.size]))
+            parents, own = np.divmod(alive, batch.values.shape[1])
+            steps.append((kind, parents, batch.taken[own]))
     found = np.flatnonzero(state[0] <= limit)
     return [_label(state[:, index], int(index), steps, len(counts)) for index in found]
 
 
+class _Batch(NamedTuple):
+    """Undominated outcomes of so many modules of one kind, a power of two: their totals in rows as above, and how often
+    each option is taken, [outcome, option].
+    """
+
+    values: Floats
+    taken: Ints
+
+
+def _double(batches: list[_Batch], allowance: float) -> bool:
+    """Add the outcomes of twice as many modules as the last batch has, if they are few enough."""
+    values, taken = batches[-1]
+    if values.shape[1] ** 2 > MOST_GROWN:
+        return False
+    grown = _sums(values, values)
+    alive = np.flatnonzero(grown[3] <= allowance)
+    alive = alive[_undominated(grown[:3, alive])]
+    first, second = np.divmod(alive, values.shape[1])
+    batches.append(_Batch(grown[:, alive], taken[first] + taken[second]))
+    return True
+
+
+def _sums(first: Floats, second: Floats) -> Floats:
+    """Every column of the one plus every column of the other."""
+    sums: Floats = (first[:, :, None] + second[:, None, :]).reshape(len(first), -1)
+    return sums
+
+
 def _label(totals: Floats, index: int, steps: list[tuple[int, Ints, Ints]], num_kinds: int) -> Label:
     """Walk back through the steps and count the options taken."""
-    taken: list[dict[int, int]] = [{} for _ in range(num_kinds)]
+    taken: dict[int, Ints] = {}
     for kind, parents, options in reversed(steps):
-        option = int(options[index])
-        taken[kind][option] = taken[kind].get(option, 0) + 1
+        taken[kind] = taken.get(kind, 0) + options[index]
         index = int(parents[index])
-    selection = [sorted(of_kind.items()) for of_kind in taken]
+    selection = [
+        [(int(option), int(taken[kind][option])) for option in np.flatnonzero(taken[kind])] if kind in taken else []
+        for kind in range(num_kinds)
+    ]
     return Label(float(totals[0]), float(totals[1]), float(totals[2]), selection)
 
 
 def _undominated(values: Floats) -> Ints:
     """Columns of (seconds, tail, memory) that no other column equals or beats in all three."""
-    order = np.lexsort((values[1], values[0], values[2]))  # by memory, then seconds, then tail
-    seconds, tails = values[0, order], values[1, order]
-    if tails.size and tails.min() == tails.max():
+    if values.shape[1] and values[1].min() == values[1].max():
+        order = np.lexsort((values[0], values[2]))
+        seconds = values[0, order]
         best = np.minimum.accumulate(seconds)
         keep = np.ones(order.size, dtype=bool)
         keep[1:] = seconds[1:] < best[:-1]
         return order[keep]
+    order = np.lexsort((values[1], values[0], values[2]))  # by memory, then seconds, then tail
+    seconds, tails = values[0, order], values[1, order]
     # Sweep by memory; the staircase holds the (seconds, tail) pairs that no earlier one beats.
     stair_seconds: list[float] = []
     stair_tails: list[float] = []

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import mul
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from planner.options import OptionSource, Restriction
 from planner.space import SHARDED, Grid
 
 
 class _Once(NamedTuple):
-    """Seconds of one micro-batch in all modules, and without what may wait when the backward pass is split."""
+    """Seconds of one micro-batch in all modules, and without what may wait when the backward pass is split; seconds
+    with and without it of every distinct module.
+    """
 
     all: float
     passed: float
+    each: npt.NDArray[np.float64]
 
 
 class QuickBounds:
@@ -24,6 +30,7 @@ class QuickBounds:
         self._source = source
         self._known: dict[Grid, float] = {}
         self._quick: dict[tuple[int, int, bool, bool], _Once] = {}
+        self._counts: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}  # of distinct modules, by stage
 
     def seconds(self, grid: Grid) -> float:
         """Step seconds that no layout of a grid point beats, memory aside: all work, spread evenly over the stages."""
@@ -47,11 +54,36 @@ class QuickBounds:
         key = (grid.num_ranks, grid.micro_batch, grid.num_stages > 1, grid.schedule == "zb-h1")
         if key not in self._quick:
             menu = self._source.menu(replace(grid, zero=1), Restriction())
-            self._quick[key] = _Once(float("inf"), float("inf"))
+            each = np.full((2, len(self._source.chain.modules)), np.inf)
             if menu is not None:
                 passed = [float((table.forward + table.backward).min()) for table in menu.tables]
                 every = [float((table.forward + table.backward + table.weight).min()) for table in menu.tables]
-                counts = self._source.chain.totals.tolist()
-                self._quick[key] = _Once(*(sum(map(mul, counts, least)) for least in (every, passed)))
+                each = np.array([every, passed])
+            all_modules, passed_modules = (each @ self._source.chain.totals).tolist()
+            self._quick[key] = _Once(all_modules, passed_modules, each)
+        known = self._quick[key]
         more = self._source.least_gathered_seconds(grid) if grid.zero in SHARDED else 0.0
-        return _Once(*(seconds + more for seconds in self._quick[key]))
+        return known._replace(all=known.all + more, passed=known.passed + more)
+
+    def even_seconds(self, grid: Grid, boundaries: tuple[int, ...]) -> float:
+        """Step seconds that no layout with stages of these modules beats, memory aside.
+
+        # 1f1b, zb-h1: max over s of  pre_s + m (T_s + w_s),  sum of T + (m - 1 - ahead_s) T_s      gpipe: sum of T +
+        #   (m - 1) max T;  T_s of a stage without weight gradients w_s, pre_s the T before it   (`planner.paths`)
+        """
+        chain, m, stages = self._source.chain, grid.num_micro_batches, grid.num_stages
+        if not np.isfinite(self.seconds(grid)):
+            return self.seconds(grid)
+        if boundaries not in self._counts:
+            of_stages = [np.bincount(chain.kinds[a:b], minlength=len(chain.modules)) for a, b in pairwise(boundaries)]
+            self._counts[boundaries] = np.stack(of_stages)
+        overhead, each = self._source.costs.overhead, self._quick_seconds(grid).each
+        host = np.array([[2.0 + (grid.schedule == "zb-h1")], [2.0]]) * overhead.other_seconds_per_action
+        every, passed = each @ self._counts[boundaries].T + host
+        total = passed.sum()
+        if grid.schedule == "gpipe":
+            pipeline = total + (m - 1) * passed.max()
+        else:
+            ahead = np.minimum(stages - 1 - np.arange(stages), m - 1)
+            pipeline = max((passed.cumsum() - passed + m * every).max(), (total + (m - 1 - ahead) * passed).max())
+        return max(self.seconds(grid), float(pipeline) + overhead.other_seconds_per_step)

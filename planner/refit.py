@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes
 from cost_models.buckets import BUCKET_ELEMENTS
@@ -34,7 +35,6 @@ from specs.tensors import num_parameters
 Option = tuple[Blocks, Recompute]
 # Seconds forward and backward, seconds once a step, bytes held, bytes per micro-batch in flight, bytes at work.
 Row = tuple[float, float, float, float, float, float]
-Menu = list[tuple[Option, Row]]
 # Stages with more ranks than this are not composed in every way.
 MANY_RANKS = 12
 _WEIGHT: dict[Recompute, int] = {"keep": -1, "none": 0, "selective": 1, "full": 2}
@@ -71,6 +71,13 @@ class Fitted:
     fits: bool
 
 
+class Menu(NamedTuple):
+    """Options of a kind of module, and their rows: [entry, option]."""
+
+    options: list[Option]
+    table: npt.NDArray[np.float64]
+
+
 class _Choice(NamedTuple):
     """Options of every kind's modules one by one; `free`: memory made none of them slower."""
 
@@ -101,6 +108,7 @@ class Refit:
             self._modes[kind].add(placed[name].recompute)
         self._rows: dict[tuple[object, ...], Row | None] = {}
         self._block_rows: dict[tuple[object, ...], Row | None] = {}
+        self._menus: dict[tuple[object, ...], Menu] = {}
         self._composed: dict[tuple[object, ...], tuple[float, Cuts, list[list[Option]]] | None] = {}
         self._rates: dict[int, float] = {}
         self._spread = Topology(plan).span([replica.ranks[0] for replica in plan.replicas])
@@ -153,10 +161,14 @@ class Refit:
         for every_mode in (True,) if task.keep_blocks else (False, True):
             best: tuple[float, Cuts, list[list[Option]]] | None = None
             free = True
-            for cuts, attention in self._token_cuts(task, kinds):
+            tried: list[tuple[float, int, Cuts, list[Menu]]] = []
+            for number, (cuts, attention) in enumerate(self._token_cuts(task, kinds)):
                 menus = [self._menu(kind, cuts, attention, task, every_mode) for kind in kinds]
-                if not all(menus):
-                    continue
+                if all(menu.options for menu in menus):
+                    tried.append((_fastest(menus, counts, task), number, cuts, menus))
+            for fastest, _, cuts, menus in sorted(tried, key=lambda one: one[:2]):
+                if best is not None and fastest >= best[0]:
+                    break  # nor are any of the others faster, whatever the memory
                 choice = self._choose(menus, counts, task)
                 free = free and choice is not None and choice.free
                 if choice is not None and (best is None or choice.seconds < best[0]):
@@ -182,10 +194,20 @@ class Refit:
                 yield cuts, True
 
     def _menu(self, kind: int, cuts: Cuts, attention: bool, task: Task, every_mode: bool) -> Menu:
+        nodes = tuple(node - task.nodes[0] for node in task.nodes)
+        key = (kind, cuts, attention, nodes, task.others, task.keep_blocks, every_mode)
+        if key not in self._menus:
+            rows = list(self._options(kind, cuts, attention, task, every_mode))
+            table = np.array([row for _, row in rows]).T
+            self._menus[key] = Menu([option for option, _ in rows], table)
+        return self._menus[key]
+
+    def _options(
+        self, kind: int, cuts: Cuts, attention: bool, task: Task, every_mode: bool
+    ) -> Iterator[tuple[Option, Row]]:
         module, length = self._modules[kind], self._plan.training.seq_len
         own = self._modes[kind]  # where memory asks for another mode, it never asks for more to keep
         modes = [mode for mode in MODES[module.kind] if mode in own or (every_mode and mode != "keep")]
-        found = []
         for blocks in (self._blocks[kind],) if task.keep_blocks else compositions_of(len(task.nodes)):
             if sum(blocks) != len(task.nodes) or max(blocks) > num_units(module):
                 continue
@@ -198,8 +220,7 @@ class Refit:
             for mode in modes:
                 row = self._row(kind, blocks, mode, cuts, task)
                 if row is not None:
-                    found.append(((blocks, mode), row))
-        return found
+                    yield (blocks, mode), row
 
     def _choose(self, menus: Sequence[Menu], counts: Sequence[int], task: Task) -> _Choice | None:
         """The best of the relaxation's roundings, at most one module from the optimum.
@@ -207,28 +228,32 @@ class Refit:
         The largest working memory is no sum, so each of its possible values is tried, with that much less for the
         rest.
         """
-        tables = [np.array([row for _, row in menu]).T for menu in menus]
-        seconds = [table[0] + table[1] + table[2] / task.num_micro_batches for table in tables]
+        tables = [menu.table for menu in menus]
+        seconds = [_seconds(menu, task) for menu in menus]
         memory = [table[3] + task.in_flight * table[4] for table in tables]
-        capacity = self._room(task)
-        fastest = sum(count * float(s.min()) for count, s in zip(counts, seconds, strict=True))
+        capacity, fastest = self._room(task), _fastest(menus, counts, task)
         best: _Choice | None = None
+        duals, price = seconds, 0.0  # seconds with what their bytes cost at the last relaxation's price
         for work in sorted({float(w) for table in tables for w in table[5]}, reverse=True):
             usable = [np.flatnonzero(table[5] <= work) for table in tables]
             if not all(own.size for own in usable):
                 break
-            least = sum(count * float(s[own].min()) for count, s, own in zip(counts, seconds, usable, strict=True))
-            if best is not None and least >= best.seconds:
-                break
+            if best is not None:
+                least = sum(n * float(d[own].min()) for n, d, own in zip(counts, duals, usable, strict=True))
+                if least - price * (capacity - work) >= best.seconds:
+                    continue
             relaxed = relax(
                 counts,
                 [s[own] for s, own in zip(seconds, usable, strict=True)],
                 [m[own] for m, own in zip(memory, usable, strict=True)],
                 capacity - work,
             )
+            if relaxed is not None:
+                price = relaxed.price
+                duals = [s + price * m for s, m in zip(seconds, memory, strict=True)]
             if relaxed is not None and (best is None or relaxed.rounded < best.seconds):
                 options = [
-                    [menu[int(own[index])][0] for index, number in taken for _ in range(number)]
+                    [menu.options[int(own[index])] for index, number in taken for _ in range(number)]
                     for menu, own, taken in zip(menus, usable, relaxed.selection, strict=True)
                 ]
                 best = _Choice(relaxed.rounded, options, relaxed.rounded <= fastest * (1.0 + 1e-9))
@@ -338,6 +363,17 @@ def _parts(blocks: Blocks, cuts: Cuts, nodes: tuple[int, ...]) -> tuple[tuple[in
         inside = len(set(nodes[start:stop])) == 1
         found[stop - start, cuts[stop] - cuts[start], "scale_up" if inside else "scale_out"] = None
     return tuple(found)
+
+
+def _seconds(menu: Menu, task: Task) -> npt.NDArray[np.float64]:
+    """Of each option: per micro-batch, with its part of what comes once a step."""
+    seconds: npt.NDArray[np.float64] = menu.table[0] + menu.table[1] + menu.table[2] / task.num_micro_batches
+    return seconds
+
+
+def _fastest(menus: Sequence[Menu], counts: Sequence[int], task: Task) -> float:
+    """Seconds of a stage, memory aside."""
+    return sum(count * float(_seconds(menu, task).min()) for count, menu in zip(counts, menus, strict=True))
 
 
 def _largest_last(option: Option) -> tuple[int, int, Blocks]:

@@ -8,10 +8,12 @@ of the whole space.
 from __future__ import annotations
 
 import copy
+import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -86,7 +88,8 @@ class Searcher:
         self._discarded: dict[Grid, tuple[str, float]] = {}
         self._fine: Chain | None = None
         self._even: dict[int, tuple[int, ...] | None] = {}
-        self.quick_bound = QuickBounds(self.source).seconds
+        self._quick = QuickBounds(self.source)
+        self.quick_bound = self._quick.seconds
         # Step seconds that no layout of a grid point beats, as far as searches of a freedom have shown.
         self._known: dict[tuple[Freedom, Grid], float] = {}
         self._shapes: dict[tuple[Freedom, Grid], float] = {}
@@ -327,53 +330,54 @@ class Searcher:
         return all(Restriction(recompute=mode).modes_of(module, rule) for module, rule in pairs)
 
     def _uniform(self, incumbent: Incumbent, outcome: Outcome, deadline: float, worth: Worth | None = None) -> None:
-        """Bound the even split of every grid point in every recompute mode and variant, then price the best first.
-
-        With `worth`, all in seconds delivered.
+        """The even split of every grid point in every recompute mode and variant, by their bounds, the best first: of a
+        grid point, then of its layouts, which are priced in turn.  With `worth`, all in seconds delivered.
         """
-        found: list[tuple[float, UniformSearch]] = []
-        unseen = float("inf")
         # By hand nobody sends gradients of every micro-batch under a pipeline.
         usual = (grid for grid in self.grids if grid.num_stages == 1 or grid.zero not in SHARDED)
-        for grid in sorted(usual, key=self._promise):
-            if found and time.monotonic() > deadline:
-                outcome.complete = False
-                outcome.pruned["time limit"] += 1
-                quick = self.quick_bound(grid)
-                unseen = min(unseen, quick / worth(grid, quick) if worth else quick)
-                continue
+        number, queue = count(), list[tuple[float, int, Grid | UniformSearch]]()
+        for grid in usual:
             boundaries = self._even_boundaries(grid.num_stages)
             if boundaries is None:
                 outcome.pruned["more stages than layers"] += 1
-                continue
-            if not self.rules.allows_uniform(grid.num_ranks):
+            elif not self.rules.allows_uniform(grid.num_ranks):
                 outcome.pruned["number of degrees"] += 1
-                continue
-            for mode in self._modes:
-                # The first variant needs least memory, and no mode is faster than one that recomputes less.
-                search = UniformSearch(self.source, grid, boundaries, mode, capacity=self.capacity)
-                if search.fits:
-                    for variant in self.distinct_variants(grid):
-                        search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
-                        if search.fits:
-                            lower = search.lower()
-                            found.append((lower / worth(variant, lower) if worth else lower, search))
-                    break
-                outcome.pruned["memory" if search.divides else "divisibility"] += 1
-                if not search.state_fits:
-                    break
-        found.sort(key=lambda pair: pair[0])
-        for position, (lower, search) in enumerate(found):
+            else:
+                lower = self._quick.even_seconds(grid, boundaries)
+                queue.append((lower / worth(grid, lower) if worth else lower, next(number), grid))
+        heapq.heapify(queue)
+        while queue:
             late = time.monotonic() > deadline and incumbent.layout is not None
-            if late or lower >= incumbent.seconds:
-                outcome.complete = outcome.complete and not late
-                outcome.pruned["time limit" if late else "seconds"] += len(found) - position
+            if late or queue[0][0] >= incumbent.seconds:
+                outcome.complete = not late
+                outcome.pruned["time limit" if late else "seconds"] += len(queue)
                 break
-            incumbent.offer(search.layout(), lower)
-        outcome.bound = min((lower for lower, _ in found), default=float("inf"))
-        outcome.bound = min(outcome.bound, unseen)
-        if outcome.complete:
-            outcome.bound = max(outcome.bound, incumbent.seconds)
+            least, _, entry = heapq.heappop(queue)
+            if isinstance(entry, UniformSearch):
+                incumbent.offer(entry.layout(), least)
+                continue
+            for search in self._even_layouts(entry, outcome):
+                lower = search.lower()
+                lower = lower / worth(search.grid, lower) if worth else lower
+                heapq.heappush(queue, (max(least, lower), next(number), search))
+        outcome.bound = incumbent.seconds if outcome.complete else queue[0][0]
+
+    def _even_layouts(self, grid: Grid, outcome: Outcome) -> Iterator[UniformSearch]:
+        """The uniform layouts of a grid point's variants that fit, in the recompute mode that is fastest."""
+        boundaries = self._even_boundaries(grid.num_stages)
+        assert boundaries is not None
+        for mode in self._modes:
+            # The first variant needs least memory, and no mode is faster than one that recomputes less.
+            search = UniformSearch(self.source, grid, boundaries, mode, capacity=self.capacity)
+            if search.fits:
+                for variant in self.distinct_variants(grid):
+                    search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
+                    if search.fits:
+                        yield search
+                return
+            outcome.pruned["memory" if search.divides else "divisibility"] += 1
+            if not search.state_fits:
+                return
 
     def _even_boundaries(self, num_stages: int) -> tuple[int, ...] | None:
         if num_stages not in self._even:

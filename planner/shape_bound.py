@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.chain import NO_CONTENT, Chain
 from planner.options import Menu, OptionSource
 from planner.space import Grid
 from planner.stage import Weights
 from planner.stage_bounds import Place, StageBounds
+
+Floats = npt.NDArray[np.float64]
 
 
 def shape_bound(
@@ -34,23 +37,30 @@ def shape_bound(
     some = np.flatnonzero(bounds.least(work) <= limit)
     if not some.size:
         return enough
-    places = [Place(False, grid.flights(stage)) for stage in range(grid.num_stages)]
-    bounds.bound({place: [work] for place in places}, dict.fromkeys(places, some))
     allowed = np.zeros(len(chain.counts), dtype=bool)
     allowed[some] = True
     stops, starts = np.nonzero(((chain.contents != NO_CONTENT) & allowed[chain.contents]).T)
     numbers = chain.contents[starts, stops]
     firsts = np.flatnonzero(np.diff(stops, prepend=-1))
     ends, fill = stops[firsts], forward[numbers]
-    pre, longest = np.full((2, chain.num_positions), np.inf)
-    pre[0] = longest[0] = 0.0
-    for place, transfer in zip(places, (*source.transfer_seconds(grid), 0.0), strict=True):
-        before = pre[starts]
-        busy = np.maximum(longest[starts], before + m * bounds.values(place, work)[numbers])
+
+    def finish(busy_of: Sequence[Floats]) -> float:
+        """The least Z for given T of every stage, by content."""
         pre, longest = np.full((2, chain.num_positions), np.inf)
-        longest[ends] = np.minimum.reduceat(busy, firsts)
-        pre[ends] = np.minimum.reduceat(before + fill, firsts) + transfer
-    found = float(longest[-1])
+        pre[0] = longest[0] = 0.0
+        for busy, transfer in zip(busy_of, (*source.transfer_seconds(grid), 0.0), strict=True):
+            before = pre[starts]
+            until = np.maximum(longest[starts], before + m * busy[numbers])
+            pre, longest = np.full((2, chain.num_positions), np.inf)
+            longest[ends] = np.minimum.reduceat(until, firsts)
+            pre[ends] = np.minimum.reduceat(before + fill, firsts) + transfer
+        return float(longest[-1]) + overhead.other_seconds_per_step
+
+    found = finish([bounds.least(work)] * grid.num_stages)
+    if found < enough:  # memory, which costs more to ask about, may say more
+        places = [Place(False, grid.flights(stage)) for stage in range(grid.num_stages)]
+        bounds.bound({place: [work] for place in places}, dict.fromkeys(places, some))
+        found = finish([bounds.values(place, work) for place in places])
     if np.isfinite(found):
-        return found + overhead.other_seconds_per_step
+        return found
     return enough if np.isfinite(enough) else np.inf

@@ -28,7 +28,7 @@ class UniformSearch:
         self, source: OptionSource, grid: Grid, boundaries: tuple[int, ...], mode: Recompute, *, capacity: float
     ) -> None:
         self._source = source
-        self._grid = grid
+        self.grid = grid
         self._boundaries = boundaries
         tied = grid.num_ranks if source.tied and grid.num_stages == 1 else None
         self._menu = source.menu(grid, Restriction((grid.num_ranks,), mode, tied=tied))
@@ -53,8 +53,8 @@ class UniformSearch:
         """Bytes of the modules on the fullest stage."""
         kept, waiting = (self._counts @ self._column(name) for name in ("activation", "deferred"))
         flights = [
-            max(flight.kept * kept[stage] + flight.deferred * waiting[stage] for flight in self._grid.flights(stage))
-            for stage in range(self._grid.num_stages)
+            max(flight.kept * kept[stage] + flight.deferred * waiting[stage] for flight in self.grid.flights(stage))
+            for stage in range(self.grid.num_stages)
         ]
         held = self._counts @ self._column("static") + np.array(flights)
         return float((held + np.where(self._counts > 0, self._column("working"), 0.0).max(axis=1)).max())
@@ -65,16 +65,16 @@ class UniformSearch:
         overhead = self._source.costs.overhead
         host = overhead.other_seconds_per_action
         forward, backward = (self._counts @ self._column(name) + host for name in ("forward", "backward"))
-        weight = self._counts @ self._column("weight") + host if self._grid.schedule == "zb-h1" else 0.0 * forward
+        weight = self._counts @ self._column("weight") + host if self.grid.schedule == "zb-h1" else 0.0 * forward
         shape = PipelineShape(
-            num_stages=self._grid.num_stages,
-            num_micro_batches=self._grid.num_micro_batches,
-            transfers=self._source.transfer_seconds(self._grid),
-            schedule=self._grid.schedule,
+            num_stages=self.grid.num_stages,
+            num_micro_batches=self.grid.num_micro_batches,
+            transfers=self._source.transfer_seconds(self.grid),
+            schedule=self.grid.schedule,
         )
-        less = self._source.rates.sync(self._grid, self._grid.num_ranks).less
+        less = self._source.rates.sync(self.grid, self.grid.num_ranks).less
         sync = max(0.0, float(self._counts[0] @ self._column("sync")) - less)
-        sharded = bool(self._grid.zero)
+        sharded = bool(self.grid.zero)
         once = self._source.costs.exposed_gradient_sync(sync, float(backward[0] + weight[0]), sharded=sharded)
         once += float((self._counts @ self._column("update")).max())
         pipeline = pipeline_bound(shape, forward.tolist(), backward.tolist(), weight.tolist())
@@ -86,4 +86,4 @@ class UniformSearch:
             tuple(((options[0], n),) if n else () for options, n in zip(self._menu.options, row, strict=True))
             for row in self._counts.tolist()
         )
-        return Layout(self._grid, self._boundaries, stages)
+        return Layout(self.grid, self._boundaries, stages)

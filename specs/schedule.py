@@ -118,6 +118,7 @@ def most_held(actions: Actions) -> tuple[Held, ...]:
     num_virtual = 1 + max(action.virtual for action in actions)
     kept, deferred = [0] * num_virtual, [0] * num_virtual
     moments: list[Held] = []
+    seen: set[Held] = set()
     for kind, _, virtual in actions:
         if kind == "W":
             deferred[virtual] -= 1
@@ -128,6 +129,9 @@ def most_held(actions: Actions) -> tuple[Held, ...]:
             kept[virtual] -= 1
             deferred[virtual] += kind == "I"
         now = Held(tuple(kept), tuple(deferred))
+        if now in seen:
+            continue
+        seen.add(now)
         if not any(_within(now, other) for other in moments):
             moments = [other for other in moments if not _within(other, now)] + [now]
     return tuple(moments)
@@ -145,54 +149,59 @@ class Step(NamedTuple):
     source: int | None
 
 
-# What an action makes: output of F, input gradient of B or I, or the weight gradient of W.
-_Result = tuple[int, Kind, int, int]
-
-
 def run_order(actions: tuple[Actions, ...]) -> tuple[Step, ...]:
     """All actions in an order in which they can run, the stages taking turns.
 
     Raises `ValueError` when the stages wait for each other.
     """
     num_virtual = 1 + max((action.virtual for own in actions for action in own), default=0)
+    num_micro_batches = 1 + max((action.micro_batch for own in actions for action in own), default=0)
+    last = len(actions) * num_virtual - 1
+
+    def output(place: int, micro_batch: int) -> int:
+        """Number of the output of F on a virtual stage, by its place in the chain; of its input gradient the next."""
+        return 2 * (place * num_micro_batches + micro_batch)
+
+    def needed(place: int, action: Action) -> int:
+        """Number of the result that an action needs, -1 for none."""
+        if action.kind == "F":
+            return output(place - 1, action.micro_batch) if place else -1
+        if action.kind == "W":
+            return output(place, action.micro_batch) + 1
+        return output(place, action.micro_batch) if place == last else output(place + 1, action.micro_batch) + 1
+
+    steps = [
+        [
+            (
+                action,
+                needed(action.virtual * len(actions) + stage, action),
+                output(action.virtual * len(actions) + stage, action.micro_batch) + (action.kind != "F"),
+            )
+            for action in own
+        ]
+        for stage, own in enumerate(actions)
+    ]
     position = [0] * len(actions)
-    made: dict[_Result, int] = {}
+    made = [-1] * output(last + 1, 0)  # by number, the step that made it
     order: list[Step] = []
     stands: list[int] = [-1]
     while stands:
         before, stands = len(order), []
-        for stage, own in enumerate(actions):
+        for stage, own in enumerate(steps):
             if position[stage] == len(own):
                 continue
             stands.append(stage)
-            action = own[position[stage]]
-            needs = _source_of(stage, action, len(actions), num_virtual)
-            if needs is None or needs in made:
-                result: Kind = "B" if action.kind == "I" else action.kind
-                made[stage, result, action.virtual, action.micro_batch] = len(order)
-                order.append(Step(stage, action, None if needs is None else made[needs]))
+            action, needs, makes = own[position[stage]]
+            source = made[needs] if needs >= 0 else None
+            if source != -1:
+                if action.kind != "W":
+                    made[makes] = len(order)
+                order.append(Step(stage, action, source))
                 position[stage] += 1
         if stands and len(order) == before:
             where = " and ".join(f"stage {stage} at {actions[stage][position[stage]]}" for stage in stands)
             raise ValueError(f"the stages wait for each other: {where}")
     return tuple(order)
-
-
-def _source_of(stage: int, action: Action, num_stages: int, num_virtual: int) -> _Result | None:
-    """The result that an action needs: (stage, F or B, virtual stage, micro-batch); B stands for I too."""
-    kind, micro_batch, virtual = action
-    place = virtual * num_stages + stage
-    if kind == "W":
-        return stage, "B", virtual, micro_batch
-    if kind == "F":
-        if place == 0:
-            return None
-        virtual, stage = divmod(place - 1, num_stages)
-        return stage, "F", virtual, micro_batch
-    if place == num_virtual * num_stages - 1:
-        return stage, "F", virtual, micro_batch
-    virtual, stage = divmod(place + 1, num_stages)
-    return stage, "B", virtual, micro_batch
 
 
 class Traffic(NamedTuple):
