@@ -73,6 +73,10 @@ class _Place:
         """Of every rank of the stage."""
         return tuple(self.placement.units_of(rank, self.module) for rank in range(sum(self.placement.blocks)))
 
+    @cached_property
+    def members(self) -> list[Member]:
+        return [(self.pipeline, self.stage, rank) for rank in range(sum(self.placement.blocks))]
+
     def key(self) -> tuple[object, ...]:
         placement = self.placement
         return (self.pipeline, self.stage, id(self.module), placement.blocks, placement.cuts, placement.zero)
@@ -146,16 +150,18 @@ def _add(
     tensor, place = holders[0]
     zero = sharding_level(tensor, place.placement.zero)
     again = zero == 3 and not isinstance(place.module, Embedding | Head)
-    stages = [(where.pipeline, where.stage) for _, where in holders]
+    members = [where.members for _, where in holders]
+    twice = len({(where.pipeline, where.stage) for _, where in holders}) < len(holders)  # a tied weight in one stage
     parts = _parts(tuple(_Holder(spec, where.module, where.units) for spec, where in holders))
     touched: set[_Key] = set()
     for ranks, num_elements in parts.shared:
-        key = _Key(tuple(dict.fromkeys((*stages[at], rank) for at, rank in ranks)), zero, tensor.decay, again)
+        of_part = [members[at][rank] for at, rank in ranks]
+        key = _Key(tuple(dict.fromkeys(of_part) if twice else of_part), zero, tensor.decay, again)
         sizes[key] += count * num_elements
         touched.add(key)
     if zero < 3:
         width = max(tensor.cols, 1)
-        for member, rows in dict.fromkeys(((*stages[at], rank), rows) for at, rank, rows in parts.copied):
+        for member, rows in dict.fromkeys((members[at][rank], rows) for at, rank, rows in parts.copied):
             copied[member] += count * rows.size * width
     return touched
 

@@ -90,13 +90,12 @@ def replica_pass(
     num_stages = len(pipeline.stages)
     num_micro_batches = replica.sequences // pipeline.micro_batch
     actions = pipeline.stage_actions(num_micro_batches)
+    splits = [any(action.kind == "W" for action in own) for own in actions]
     known: dict[tuple[object, ...], _GroupPass] = {}
     runs = [
         [
             _with_sharding(
-                _virtual_stage_pass(
-                    plan, costs, topology, chain, replica, index, virtual, known, splits=_splits(actions[index])
-                ),
+                _virtual_stage_pass(plan, costs, topology, chain, replica, index, virtual, known, splits=splits[index]),
                 costs,
                 sharding.get((replica.pipeline, index)),
                 pipeline.num_virtual,
@@ -120,10 +119,6 @@ def replica_pass(
     return ReplicaPass(
         replica, num_micro_batches, tuple(map(_together, runs)), timing, actions, tuple(places), tuple(transfers)
     )
-
-
-def _splits(actions: Actions) -> bool:
-    return any(action.kind == "W" for action in actions)
 
 
 def _with_sharding(run: StagePass, costs: CostModel, sharding: MicroBatchSeconds | None, num_virtual: int) -> StagePass:

@@ -158,45 +158,36 @@ def run_order(actions: tuple[Actions, ...]) -> tuple[Step, ...]:
     num_micro_batches = 1 + max((action.micro_batch for own in actions for action in own), default=0)
     last = len(actions) * num_virtual - 1
 
-    def output(place: int, micro_batch: int) -> int:
-        """Number of the output of F on a virtual stage, by its place in the chain; of its input gradient the next."""
-        return 2 * (place * num_micro_batches + micro_batch)
-
-    def needed(place: int, action: Action) -> int:
-        """Number of the result that an action needs, -1 for none."""
-        if action.kind == "F":
-            return output(place - 1, action.micro_batch) if place else -1
-        if action.kind == "W":
-            return output(place, action.micro_batch) + 1
-        return output(place, action.micro_batch) if place == last else output(place + 1, action.micro_batch) + 1
-
-    steps = [
-        [
-            (
-                action,
-                needed(action.virtual * len(actions) + stage, action),
-                output(action.virtual * len(actions) + stage, action.micro_batch) + (action.kind != "F"),
-            )
-            for action in own
-        ]
-        for stage, own in enumerate(actions)
-    ]
+    # Results by number: 2 (place in the chain x micro-batches + micro-batch) the output of F, then its input gradient.
+    steps: list[list[tuple[Action, int, int]]] = []  # of every stage: action, what it needs and makes, -1 for nothing
+    for stage, own in enumerate(actions):
+        of_stage = []
+        for action in own:
+            place = action.virtual * len(actions) + stage
+            result = 2 * (place * num_micro_batches + action.micro_batch)
+            if action.kind == "F":
+                of_stage.append((action, result - 2 * num_micro_batches if place else -1, result))
+            elif action.kind == "W":
+                of_stage.append((action, result + 1, -1))
+            else:
+                source = result if place == last else result + 2 * num_micro_batches + 1
+                of_stage.append((action, source, result + 1))
+        steps.append(of_stage)
     position = [0] * len(actions)
-    made = [-1] * output(last + 1, 0)  # by number, the step that made it
+    made = [-1] * (2 * (last + 1) * num_micro_batches)  # by number, the step that made it
     order: list[Step] = []
     stands: list[int] = [-1]
     while stands:
         before, stands = len(order), []
-        for stage, own in enumerate(steps):
-            if position[stage] == len(own):
+        for stage, of_stage in enumerate(steps):
+            if position[stage] == len(of_stage):
                 continue
             stands.append(stage)
-            action, needs, makes = own[position[stage]]
-            source = made[needs] if needs >= 0 else None
-            if source != -1:
-                if action.kind != "W":
+            action, needs, makes = of_stage[position[stage]]
+            if needs < 0 or made[needs] >= 0:
+                if makes >= 0:
                     made[makes] = len(order)
-                order.append(Step(stage, action, source))
+                order.append(Step(stage, action, made[needs] if needs >= 0 else None))
                 position[stage] += 1
         if stands and len(order) == before:
             where = " and ".join(f"stage {stage} at {actions[stage][position[stage]]}" for stage in stands)
