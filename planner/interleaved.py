@@ -206,6 +206,8 @@ class _Split:
             point = Point(grid, self._boundaries, counts, space.costs(variant, grid, self._menu), space.source)
             point.bound = max(point.bound, self.bound)
             found.append(point)
+            if not np.isfinite(point.bound):
+                break  # those that shard the optimizer come first: the others hold no less
         return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -78,14 +79,20 @@ class Relaxed:
             np.stack([_mean(moments, moments.sum(axis=1)) for moments in held]), return_inverse=True
         )
         at = at.reshape(len(held), -1)
-        memory = columns.static + numbers[:, None, None] * columns.activation  # [held, kind, option]
-        sample = [memory[0], memory[numbers.size // 2], memory[-1]]
-        self._prices = _prices([(w, m[k]) for m in sample for k, w in enumerate(weighted)])
-        duals = (weighted[:, :, None] + memory[..., None] * self._prices).min(axis=2)
-        self._duals = duals[at].reshape(len(held), -1, self._prices.size)  # [stage, v and kind, price]
-        self._least = memory.min(axis=2)[at].reshape(len(held), -1)
+        self._memory = columns.static + numbers[:, None, None] * columns.activation  # [held, kind, option]
+        self._at, self._weighted = at, weighted
+        self._least = self._memory.min(axis=2)[at].reshape(len(held), -1)
         self._working = columns.working.min(axis=1)
         self._capacity = capacity
+
+    @cached_property
+    def _priced(self) -> tuple[Floats, Floats]:
+        """Prices of a byte, and what a module takes at each: [stage, v and kind, price].  Found for those that fit."""
+        memory, weighted = self._memory, self._weighted
+        sample = [memory[0], memory[len(memory) // 2], memory[-1]]
+        prices = _prices([(w, m[k]) for m in sample for k, w in enumerate(weighted)])
+        duals = (weighted[:, :, None] + memory[..., None] * prices).min(axis=2)
+        return prices, duals[self._at].reshape(len(self._at), -1, prices.size)
 
     def bounds(self, counts: Floats) -> Floats:
         """By stage, for [stage, v, kind] modules; `inf` where it cannot fit."""
@@ -94,7 +101,8 @@ class Relaxed:
         flat = counts.reshape(len(counts), 1, -1)
         if ((flat[:, 0] * self._least).sum(axis=1) > room).any():
             return np.full(len(counts), np.inf)
-        seconds: Floats = ((flat @ self._duals)[:, 0] - room[:, None] * self._prices).max(axis=1)
+        prices, duals = self._priced
+        seconds: Floats = ((flat @ duals)[:, 0] - room[:, None] * prices).max(axis=1)
         return seconds
 
 
