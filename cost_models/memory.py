@@ -50,11 +50,18 @@ def _state_bytes(precision: Precision) -> int:
 
 @lru_cache(maxsize=65536)
 def static_bytes(
-    module: Module, *, degree: int, num_copies: int, precision: Precision, zero: int, units: Interval | None = None
+    module: Module,
+    *,
+    degree: int,
+    num_copies: int,
+    precision: Precision,
+    zero: int,
+    units: Interval | None = None,
+    others: tuple[tuple[int, int], ...] = (),
 ) -> StaticBytes:
     """One module that lies in `num_copies` equal blocks of `degree` evenly cut ranks: the form the search needs.
 
-    `units`: the rank's own, None for the largest share.
+    `units`: the rank's own, None for the largest share.  `others`: (size, number) of further blocks that hold copies.
 
     # weights w N, gradients 4 N, optimizer (8 + 4 [w < 4]) N / n;  gradients 4 N / n from zero 2 on, and with zero 3
     # weights w N / n (vectors w N)
@@ -62,6 +69,7 @@ def static_bytes(
     #   times the ranks of a block for what all of them hold (norms) or share (KV heads)
     """
     own = largest_units(module, degree) if units is None else units
+    copies = ((degree, num_copies), *others)
     held = 0
     owned = kept = 0.0  # elements whose state is kept here, and of which weights are
     for tensor in tensors_of(module):
@@ -72,16 +80,18 @@ def static_bytes(
         if not zero:
             part = float(size)
         elif tensor.cut == "whole":
-            part = size / (num_copies * degree)
+            part = size / sum(number * ranks for ranks, number in copies)
         elif tensor.cut == "kv":
             assert isinstance(module, Attention)
             groups = kv_groups_of(own, module.num_heads, module.num_kv_heads)
             part = sum(
-                tensor.rows_per_unit * width / (num_copies * _kv_holders(module, group, degree))
+                tensor.rows_per_unit
+                * width
+                / sum(number * _kv_holders(module, group, ranks) for ranks, number in copies)
                 for group in range(groups.start, groups.stop)
             )
         else:
-            part = size / num_copies
+            part = size / sum(number for _, number in copies)
         owned += part
         kept += part if sharding_level(tensor, zero) == 3 else size
     return StaticBytes(

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from cost_models.interface import CostModel
 from cost_models.step import price
+from planner.blocks import blocks_of, stage_degrees
 from planner.constraints import MODES
 from planner.shadow_prices import ShadowPrice
-from planner.space import SCHEDULES, divisors
+from planner.space import SCHEDULES
 from specs.errors import BadInputError
 from specs.model import Module, num_units
 from specs.plan import ModulePlacement, Plan, Prediction, Recompute, Schedule, Stage
@@ -134,13 +135,13 @@ def _representatives(stage: Stage, chain: dict[str, Module], module: str | None)
 
 
 def _ways(placement: ModulePlacement, module: Module, num_ranks: int) -> list[ModulePlacement]:
-    """The plan's own way first, then all equal blocks and recompute modes; alone a rank gathers nothing to keep."""
+    """The plan's own way first, then all degrees and recompute modes; alone a rank gathers nothing to keep."""
     ways = [placement]
-    for degree in divisors(num_ranks):
+    for degree in stage_degrees(num_ranks):
         for mode in MODES[module.kind]:
             if mode == "keep" and degree == 1:
                 continue
-            blocks = (degree,) * (num_ranks // degree)
+            blocks = blocks_of(degree, num_ranks)
             if degree <= num_units(module) and (blocks, mode) != (placement.blocks, placement.recompute):
                 ways.append(placement.model_copy(update={"blocks": blocks, "cuts": None, "recompute": mode}))
     return ways

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_models.interface import CostModel
+from planner.blocks import stage_degrees
 from planner.chain import NO_CONTENT, Chain
 from planner.options import Menu, OptionSource, Restriction
-from planner.space import Grid, Topology, divisors, enumerate_grids
+from planner.space import Grid, Topology, enumerate_grids
 from planner.stage import OptionTable
 from specs.cluster import ClusterSpec
 from specs.errors import BadInputError
@@ -43,7 +44,7 @@ def least_memory(chain: Chain, grid: Grid, source: OptionSource) -> LeastMemory 
     """
     restrictions = [Restriction()]
     if source.tied and grid.num_stages == 1:
-        restrictions += [Restriction(tied=degree) for degree in divisors(grid.num_ranks)]
+        restrictions += [Restriction(tied=degree) for degree in stage_degrees(grid.num_ranks)]
     menus = (source.menu(grid, restriction) for restriction in restrictions)
     found = (_least_with(menu, chain, grid, source) for menu in menus if menu is not None)
     return min((item for item in found if item is not None), key=lambda item: item.total_bytes, default=None)

@@ -22,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cost_models.stragglers import expected_maximum
+from planner.blocks import stage_degrees
 from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
 from planner.options import Menu, OptionSource
 from planner.partition import Partition, StageValues, best_partition
 from planner.paths import Path, PipelineShape, pipeline_bound
 from planner.rates import Exposure
-from planner.space import Grid, divisors
+from planner.space import Grid
 from planner.stage import OptionTable, Weights
 from planner.stage_bounds import Place, StageBounds, StageResult
 from planner.windows import Least, Runs, all_runs, possible_runs
@@ -107,7 +108,7 @@ class GridSearch:
             schedule=grid.schedule,
         )
         least_spread = self._least_of_all("spread")
-        self.less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks))
+        self.less = sum(source.rates.sync(grid, degree).less for degree in stage_degrees(grid.num_ranks))
         self.other = overhead.other_seconds_per_step
         self._costs = source.costs
         self._exposure = self._sharper(source.rates.exposures(grid.zero)) if with_sync else Exposure(0.0, 0.0)

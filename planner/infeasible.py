@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 
+from planner.blocks import stage_degrees
 from planner.chain import make_chain
 from planner.constraints import Constraints
 from planner.describe import describe
@@ -92,8 +93,8 @@ def _binding_constraint(problem: Problem, searcher: Searcher, freedom: Freedom) 
 def _undivided(searcher: Searcher) -> str:
     """The pinned degrees that no stage of these ranks can have."""
     sizes = sorted({grid.num_ranks for grid in searcher.grids})
-    odd = [degree for degree in sorted(searcher.rules.pinned) if all(size % degree for size in sizes)]
-    return f": stages have {', '.join(map(str, sizes))} ranks, which {odd[0]} does not divide" if odd else ""
+    odd = [degree for degree in sorted(searcher.rules.pinned) if not any(degree in stage_degrees(n) for n in sizes)]
+    return f": stages have {', '.join(map(str, sizes))} ranks, none of which allows degree {odd[0]}" if odd else ""
 
 
 def _fitting(problem: Problem, searcher: Searcher, freedom: Freedom, texts: tuple[str, ...]) -> Layout | None:

@@ -19,12 +19,13 @@ import numpy.typing as npt
 from cost_models.activations import ACTIVATION_BYTES
 from cost_models.pipeline import simulate_actions
 from cost_models.stragglers import expected_maximum
+from planner.blocks import stage_degrees
 from planner.grid_search import Best
 from planner.interleaved_stage import Columns, Ints, Relaxed, Selection, StageSolver
 from planner.layout import Layout
 from planner.options import Menu, OptionSource
 from planner.rates import Exposure
-from planner.space import Grid, divisors
+from planner.space import Grid
 from specs.schedule import pipeline_actions, stage_actions
 
 Floats = npt.NDArray[np.float64]
@@ -37,7 +38,7 @@ class Costs:
         self.menu = menu
         self.columns = columns
         self.capacity = capacity
-        self.less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks))
+        self.less = sum(source.rates.sync(grid, degree).less for degree in stage_degrees(grid.num_ranks))
         self.exposures = source.rates.exposures(grid.zero)
         self.ring = ring_seconds(grid, source)
         self.held = held_on(grid)

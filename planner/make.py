@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 from typing import TypedDict
 
 from cost_models.goodput import checkpoint_bytes_per_rank
@@ -17,7 +18,10 @@ from planner.outcome import Outcome
 from planner.problem import CostMaker, Pricer, Problem, context_degrees, make_searcher
 from planner.rate_choices import rate_choices
 from planner.search import TOLERANCE, Engine, Freedom, Searcher
+from planner.unlike_domains_rung import EQUAL_SHARE as EQUAL_RANKS_SHARE
+from planner.unlike_domains_rung import for_unlike_domains, unlike_domains
 from planner.unlike_rung import EQUAL_SHARE, for_unlike_devices
+from specs.errors import PlaitError
 from specs.plan import Certificate, Objective, Plan
 
 
@@ -35,12 +39,62 @@ def make_plan(
     """The best plan under a freedom.
 
     Every rung of the ladder is searched by step time; goodput and memory add a last one (`planner.goal`,
-    `planner.memory_goal`).  On a given cluster, all of whose ranks are used, tokens per dollar are goodput over a
-    constant.  `slowdown`: the fraction of step time that the objective memory may give up.
+    `planner.memory_goal`), and so do nodes with unlike numbers of ranks (`planner.unlike_domains_rung`).  On a given
+    cluster tokens per dollar are goodput over a constant.  `slowdown`: the fraction of step time that the objective
+    memory may give up.
 
     Raises `NoPlanFitsError`, `TimeLimitError` (nothing found in time) and `BadInputError` (sizes that no layout
     divides, costs that were not measured).
     """
+    start, whole = time.monotonic(), unlike_domains(problem, objective, freedom)
+    equal = partial(
+        _of_equal_ranks,
+        problem,
+        make_costs,
+        objective=objective,
+        freedom=freedom,
+        engine=engine,
+        top_k=top_k,
+        slowdown=slowdown,
+    )
+    if whole is None:
+        return equal(time_limit_seconds=time_limit_seconds)
+    made: Plan | None = None
+    why: PlaitError | None = None
+    try:
+        made = equal(time_limit_seconds=time_limit_seconds * EQUAL_RANKS_SHARE)
+    except PlaitError as error:
+        why = error
+    costs = make_costs(problem.cluster, problem.training)
+    found = for_unlike_domains(
+        problem,
+        whole,
+        costs,
+        made,
+        objective=objective,
+        engine=engine,
+        freedom=freedom,
+        start=start,
+        deadline=start + time_limit_seconds,
+    )
+    if found is None:
+        assert why is not None
+        raise why
+    return found
+
+
+def _of_equal_ranks(
+    problem: Problem,
+    make_costs: CostMaker,
+    *,
+    objective: Objective,
+    freedom: Freedom,
+    engine: Engine,
+    time_limit_seconds: float,
+    top_k: int,
+    slowdown: float,
+) -> Plan:
+    """The best plan of stages and replicas of equally many ranks; slow ones are then spared."""
     start = time.monotonic()
     unlike = bool(problem.cluster.slow) and objective != "memory" and freedom in ("modules", "cuts", "interleaved")
     if problem.cluster.slow and freedom == "interleaved":  # shares and cuts are fitted to stages of one run

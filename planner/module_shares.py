@@ -1,10 +1,12 @@
-"""What the ranks of an evenly cut block have of a module: intervals of units, and elements of tensors."""
+"""What the ranks of evenly cut blocks have of a module: intervals of units, and elements of tensors."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 from cost_models.flops import local_kv_heads
+from planner.blocks import Blocks
 from specs.layout import Interval, balanced_cuts, interval_of, refine
 from specs.model import Attention, Module, num_units
 from specs.tensors import local_rows, tensors_of
@@ -12,7 +14,7 @@ from specs.tensors import local_rows, tensors_of
 
 @lru_cache(maxsize=4096)
 def all_shares(module: Module, degree: int) -> tuple[Interval, ...]:
-    """Every rank's interval of units in an evenly cut block."""
+    """Every rank's interval of units in an evenly cut block; the last one is as large as any."""
     cuts = balanced_cuts(num_units(module), degree)
     return tuple(interval_of(cuts, part) for part in range(degree))
 
@@ -20,41 +22,38 @@ def all_shares(module: Module, degree: int) -> tuple[Interval, ...]:
 @lru_cache(maxsize=4096)
 def distinct_shares(module: Module, degree: int) -> tuple[Interval, ...]:
     """One interval of units for every different amount of work that ranks of an evenly cut block have."""
-    cuts = balanced_cuts(num_units(module), degree)
     found: dict[tuple[int, int], Interval] = {}
-    for part in range(degree):
-        units = interval_of(cuts, part)
+    for units in all_shares(module, degree):
         heads = local_kv_heads(module, units) if isinstance(module, Attention) else 0
         found.setdefault((units.size, heads), units)
     return tuple(found.values())
 
 
 @lru_cache(maxsize=4096)
-def copied_elements(module: Module, degree: int) -> int:
-    """Most weight elements that a rank keeps twice, because neighbours hold other parts of the same rows (KV heads)."""
-    cuts = balanced_cuts(num_units(module), degree)
-    copied = [0] * degree
+def copied_elements(module: Module, blocks: Blocks) -> int:
+    """Most weight elements that a rank keeps twice, because others hold other parts of the same rows: neighbours in its
+    block (KV heads), or ranks of blocks of another size.
+    """
+    shares = [units for size in dict.fromkeys(blocks) for units in all_shares(module, size)]
+    copied: Counter[Interval] = Counter()
     for tensor in tensors_of(module):
-        if tensor.cut != "kv":
+        if tensor.cut == "whole" or (tensor.cut == "unit" and blocks[0] == blocks[-1]):
             continue
-        rows = [local_rows(module, tensor, interval_of(cuts, part)) for part in range(degree)]
-        atoms = set(refine(set(rows)))
-        for part, own in enumerate(rows):
-            if own not in atoms:
-                copied[part] += own.size * max(tensor.cols, 1)
-    return max(copied)
+        rows = {units: local_rows(module, tensor, units) for units in shares}
+        atoms = set(refine(set(rows.values())))
+        for units, own in rows.items():
+            copied[units] += own.size * max(tensor.cols, 1) * (own not in atoms)
+    return max(copied.values(), default=0)
 
 
 @lru_cache(maxsize=4096)
 def cut_elements(module: Module, degree: int, *, matrices: bool = False) -> int:
-    """Fewest elements that a rank holds of tensors (or matrices alone) that the block cuts."""
-    return min(
-        sum(
-            local_rows(module, tensor, units).size * max(tensor.cols, 1)
-            for tensor in tensors_of(module)
-            if tensor.cut != "whole" and (tensor.cols or not matrices)
-        )
-        for units in distinct_shares(module, degree)
+    """Elements that the last rank of a block holds of tensors (or matrices alone) that the block cuts."""
+    units = all_shares(module, degree)[-1]
+    return sum(
+        local_rows(module, tensor, units).size * max(tensor.cols, 1)
+        for tensor in tensors_of(module)
+        if tensor.cut != "whole" and (tensor.cols or not matrices)
     )
 
 

@@ -44,13 +44,14 @@ import numpy.typing as npt
 import pulp
 
 from cost_models.stragglers import expected_maximum
+from planner.blocks import stage_degrees
 from planner.chain import Chain
 from planner.grid_search import Best
 from planner.layout import Assignment, Layout, Option
 from planner.options import Menu, OptionSource
 from planner.paths import PipelineShape
 from planner.rates import Exposure
-from planner.space import Grid, divisors
+from planner.space import Grid
 from specs.schedule import stage_actions
 
 # Actions of a step that are modelled one by one.
@@ -301,7 +302,7 @@ class Program:
         grid, source = self._grid, self._source
         exposed, update, straggler = self._exposed, self._variable("U", 0), self._variable("V", 0)
         exposures = source.rates.exposures(grid.zero) if with_sync else (Exposure(0.0, 0.0),)
-        less = sum(source.rates.sync(grid, degree).less for degree in divisors(grid.num_ranks)) / self._unit
+        less = sum(source.rates.sync(grid, degree).less for degree in stage_degrees(grid.num_ranks)) / self._unit
         for line in exposures:
             sync = self._sum(self._seconds("sync"), 0) - less
             beside = self._backward[0] + self._weight[0]

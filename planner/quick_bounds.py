@@ -29,7 +29,7 @@ class QuickBounds:
     def __init__(self, source: OptionSource) -> None:
         self._source = source
         self._known: dict[Grid, float] = {}
-        self._quick: dict[tuple[int, int, bool, bool], _Once] = {}
+        self._quick: dict[tuple[object, ...], _Once] = {}
         self._counts: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}  # of distinct modules, by stage
 
     def seconds(self, grid: Grid) -> float:
@@ -51,7 +51,9 @@ class QuickBounds:
 
     def _quick_seconds(self, grid: Grid) -> _Once:
         """Least seconds of one micro-batch through all modules."""
-        key = (grid.num_ranks, grid.micro_batch, grid.num_stages > 1, grid.schedule == "zb-h1")
+        inside = self._source.topology.block_level(grid.num_ranks) == "scale_up"
+        shape = () if inside else (grid.num_stages, grid.num_replicas)  # which stages leave their domain
+        key = (grid.num_ranks, grid.micro_batch, grid.num_stages > 1, grid.schedule == "zb-h1", *shape)
         if key not in self._quick:
             menu = self._source.menu(replace(grid, zero=1), Restriction())
             each = np.full((2, len(self._source.chain.modules)), np.inf)

@@ -9,10 +9,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES
 from cost_models.topology import Span
+from planner.blocks import blocks_of
 from planner.space import Grid, Topology
 from specs.cluster import CollectiveOp
 from specs.plan import TrainingSpec
@@ -61,9 +64,13 @@ class Rates:
         return min(self._costs.optimizer(size) / size for size in sizes)
 
     def sync(self, grid: Grid, degree: int) -> SyncRate:
-        """Of any stage's gradient collectives, hidden or not, of tensors that blocks of `degree` ranks cut."""
+        """Of any stage's gradient collectives, hidden or not, of tensors that blocks of a degree cut.
+
+        A rank shares its part with one rank of each equal block, and halves of it with two of each other block.
+        """
         rates = [self._sync_of(span, grid.zero) for span in self._groups(grid, degree)]
-        return SyncRate(min(rate.per_element for rate in rates), max(rate.less for rate in rates))
+        buckets = 1 if grid.num_ranks % degree == 0 else 2
+        return SyncRate(min(rate.per_element for rate in rates), buckets * max(rate.less for rate in rates))
 
     def micro_batch(self, grid: Grid, degree: int) -> MicroBatchRate:
         """Of any stage beside each micro-batch's passes: what sharded gradients and weights leave exposed at best."""
@@ -78,11 +85,25 @@ class Rates:
         return MicroBatchRate(exposed * gather, exposed * scatter)
 
     def _groups(self, grid: Grid, degree: int) -> set[Span]:
-        """The kinds of groups that sum a stage's gradients."""
+        """The kinds of groups that sum a stage's gradients: one rank of every block in all replicas, at places whose
+        parts of a weight overlap.
+
+        # place i of t ranks holds i / t to (i + 1) / t; it overlaps places i - 1 and i of t - 1
+        """
         shape = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, degree)
         if shape not in self._spans:
-            owners = grid.all_positions()[:, :, ::degree]
-            self._spans[shape] = self._topology.spans(owners.reshape(grid.num_stages, -1))
+            blocks = np.array(blocks_of(degree, grid.num_ranks))
+            firsts = np.cumsum(blocks) - blocks
+            places = [(place, place) for place in range(degree)]
+            if blocks[-1] < degree:
+                places = [(place, other) for other in range(degree - 1) for place in (other, other + 1)]
+            elif self._topology.block_level(degree) == "scale_up":
+                places = places[:1]  # the others lie on the same nodes
+            stages = grid.all_positions()
+            self._spans[shape] = set()
+            for place, other in places:
+                owners = stages[:, :, firsts + np.where(blocks == degree, place, other)]
+                self._spans[shape] |= self._topology.spans(owners.reshape(grid.num_stages, -1))
         return self._spans[shape]
 
     def _sync_of(self, span: Span, zero: int) -> SyncRate:

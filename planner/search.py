@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from cost_models.interface import CostModel
+from planner.blocks import stage_degrees
 from planner.chain import Chain, even_boundaries, make_chain
 from planner.constraints import Rules
 from planner.goal import Worth, WorthView
@@ -28,7 +29,7 @@ from planner.options import Menu, OptionSource, Restriction
 from planner.outcome import Outcome
 from planner.quick_bounds import QuickBounds
 from planner.shape_bound import shape_bound
-from planner.space import SHARDED, Grid, Topology, divisors, enumerate_grids, variants
+from planner.space import SHARDED, Grid, Topology, enumerate_grids, variants
 from planner.uniform import UniformSearch
 from specs.model import ModelSpec
 from specs.plan import Recompute, TrainingSpec
@@ -294,7 +295,7 @@ class Searcher:
         """Variants of a grid that cost something different."""
         found: dict[object, Grid] = {}
         for variant in variants(grid):
-            rates = tuple(self.source.rates.sync(variant, degree) for degree in divisors(grid.num_ranks))
+            rates = tuple(self.source.rates.sync(variant, degree) for degree in stage_degrees(grid.num_ranks))
             found.setdefault((variant.zero, rates, self.source.transfer_seconds(variant)), variant)
         return list(found.values())
 
@@ -310,7 +311,7 @@ class Searcher:
         """The menus that the stages of a grid point choose among: one list for each way to meet the user's rules that
         tie modules together (one in all without such rules), none of them empty.
         """
-        usual = divisors(grid.num_ranks)
+        usual = stage_degrees(grid.num_ranks)
         for family in self.rules.families([grid.num_ranks] if freedom == "layers" else usual):
             degrees = family.degrees
             if freedom == "layers":

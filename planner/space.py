@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from cost_models.topology import Span
 from specs.cluster import ClusterSpec, LinkLevel
+from specs.layout import block_starts
 from specs.plan import Schedule, TrainingSpec
 from specs.schedule import most_held, stage_actions
 
@@ -102,6 +103,7 @@ class Topology:
         self.ranks = np.array(cluster.ranks(), dtype=np.int64)
         self._nodes = np.searchsorted(np.array(cluster.node_starts()), self.ranks, side="right") - 1
         self._levels: dict[int, LinkLevel] = {}
+        self._lowest: dict[tuple[int, int, int, tuple[int, ...], int], LinkLevel] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -121,6 +123,23 @@ class Topology:
             inside = bool((self._nodes[starts] == self._nodes[starts + degree - 1]).all())
             self._levels[degree] = "scale_up" if inside else "scale_out"
         return self._levels[degree]
+
+    def level(self, grid: Grid, blocks: tuple[int, ...], size: int) -> LinkLevel:
+        """Level of a composition's blocks of a size that no price is below: scale_out where every stage has one that
+        leaves its domain, in some replica (the others wait for it), in either order of ranks.
+        """
+        equal = blocks[0] == blocks[-1]
+        if self.block_level(size if equal else grid.num_ranks) == "scale_up":
+            return "scale_up"
+        key = (grid.num_stages, grid.num_ranks, grid.num_replicas, blocks, size)
+        if key not in self._lowest:
+            firsts = [start for start, own in zip(block_starts(blocks), blocks, strict=False) if own == size]
+            orders: tuple[RankOrder, ...] = ("replica", "stage")
+            starts = [replace(grid, order=order).all_positions()[:, :, firsts] for order in orders]
+            leaves = (self._nodes[own] != self._nodes[own + size - 1] for own in starts)
+            out = all(bool(own.any(axis=(1, 2)).all()) for own in leaves)
+            self._lowest[key] = "scale_out" if out else "scale_up"
+        return self._lowest[key]
 
     def span(self, positions: Positions) -> Span:
         """A group of ranks by their positions among the usable ones."""

@@ -126,17 +126,19 @@ def headline(plan: Plan) -> str:
         pipeline = plan.pipelines[number]
         sizes = sorted({stage.num_ranks for stage in pipeline.stages})
         ranks = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        sequences = next(replica.sequences for replica in plan.replicas if replica.pipeline == number)
-        micro_batches = sequences // pipeline.micro_batch
+        shares = {replica.sequences // pipeline.micro_batch for replica in plan.replicas if replica.pipeline == number}
+        uneven = f"{min(shares)} to " if len(shares) > 1 else ""
         shapes.append(
             f"{_count(count, 'replica')} of {_count(len(pipeline.stages), 'stage')} of {ranks} "
-            f"{'rank' if ranks == '1' else 'ranks'}, {_count(micro_batches, 'micro-batch')} of "
+            f"{'rank' if ranks == '1' else 'ranks'}, {uneven}{_count(max(shares), 'micro-batch')} of "
             f"{_count(pipeline.micro_batch, 'sequence')}, {schedule_text(pipeline)}"
         )
     zero = {p.zero for pipeline in plan.pipelines for stage in pipeline.stages for p in stage.modules}
     sharded = SHARDED[zero.pop()] if len(zero) == 1 else f"optimizer sharded in part (zero {sorted(zero)})"
+    used, usable = plan.world_size, len(plan.cluster.ranks())
+    in_use = f"{used} ranks" if used == usable else f"{used} of {usable} usable ranks"
     return (
-        f"{plan.model.name} on {plan.cluster.name} ({plan.world_size} ranks), global batch "
+        f"{plan.model.name} on {plan.cluster.name} ({in_use}), global batch "
         f"{plan.training.global_batch} x {plan.training.seq_len} tokens, {plan.training.precision}\n"
         f"{'; '.join(shapes)}; {sharded}"
     )

@@ -39,6 +39,18 @@ def all_pipelines(
                             )
 
 
+def compositions(num_ranks: int) -> list[tuple[int, ...]]:
+    """Blocks whose sizes differ by at most one, the larger first; of those with the same largest one the fewest.  Only
+    equal ones where the ranks are a power of two.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for number in range(1, num_ranks + 1):
+        blocks = tuple(sorted(num_ranks * (i + 1) // number - num_ranks * i // number for i in range(number))[::-1])
+        if len(set(blocks)) == 1 or num_ranks not in (1, 2, 4, 8):
+            found.setdefault(max(blocks), blocks)
+    return list(found.values())
+
+
 def _stages(
     model: ModelSpec, num_ranks: int, num_stages: int, known: frozenset[tuple[str, int, str]]
 ) -> Iterator[tuple[Stage, ...]]:
@@ -47,14 +59,21 @@ def _stages(
     starts = [i for i in range(1, len(named)) if _layer(named[i].name) != _layer(named[i - 1].name)]
     options = []
     for _, module in named:
-        degrees = [t for t in range(1, num_ranks + 1) if num_ranks % t == 0 and t <= num_units(module)]
-        options.append([(t, mode) for t in degrees for kind, d, mode in known if (kind, d) == (module.kind, t)])
+        modes = sorted({mode for kind, _, mode in known if kind == module.kind})
+        options.append(
+            [
+                (blocks, mode)
+                for blocks in compositions(num_ranks)
+                for mode in modes
+                if max(blocks) <= num_units(module) and all((module.kind, size, mode) in known for size in blocks)
+            ]
+        )
     for inner in combinations(starts, num_stages - 1):
         for chosen in product(*options):
             for zero in (0, 1, 2, 3):
                 placed = [
-                    ModulePlacement(module=name, blocks=(t,) * (num_ranks // t), recompute=mode, zero=zero)
-                    for (name, _), (t, mode) in zip(named, chosen, strict=True)
+                    ModulePlacement(module=name, blocks=blocks, recompute=mode, zero=zero)
+                    for (name, _), (blocks, mode) in zip(named, chosen, strict=True)
                 ]
                 yield tuple(
                     Stage(num_ranks=num_ranks, modules=tuple(placed[a:b])) for a, b in pairwise((0, *inner, len(named)))

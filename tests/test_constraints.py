@@ -87,7 +87,7 @@ def test_the_engines_agree_on_a_real_model():
         (["--pin", "head.tp=8", "--forbid", "*.tp=8"], 3, "contradicts a pin"),
         (["--pin", "head.tp=8", "--pin", "embedding.tp=4", "--equal", "head,embedding"], 3, "4, 8"),
         (["--pin", "head.tp=8", "--pin", "embedding.tp=4", "--max-degrees", "1"], 3, "at least 2"),
-        (["--pin", "head.tp=3"], 3, "which 3 does not divide"),
+        (["--pin", "head.tp=3"], 3, "none of which allows degree 3"),
         (["--stages", "0-9,10-19,20-31"], 3, "--stages 0-9,10-19,20-31. Without it"),
         (["--memory-cap", "24GiB", "--forbid", "*.tp=8", "--forbid", "layer.*.recompute=full"], 3, "--forbid"),
     ],

@@ -84,7 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     put(folder, "topo.txt", table("NV18", cards=8))
     (folder / "path" / "to" / "model").mkdir(parents=True)
     put(folder / "path" / "to" / "model", "config.json", LLAMA)
-    (folder / "benchmarks").symlink_to(Path(__file__).resolve().parents[1] / "benchmarks")
+    for name in ("benchmarks", "examples"):
+        (folder / name).symlink_to(Path(__file__).resolve().parents[1] / name)
     return folder
 
 

@@ -97,7 +97,7 @@ def meets(pipeline: Pipeline, constraints: Constraints, model: ModelSpec) -> boo
 
 def check(kind: str, seed: int, problem: Problem, costs, engine, plans: list[tuple[Pipeline, float, int]]) -> None:
     """The engine's plan is within the cap, no plan is better than its bound, and an optimal one is as good as any."""
-    cap = problem.memory_cap_bytes
+    cap = problem.memory_bytes
     best = min((seconds for _, seconds, memory in plans if memory <= cap), default=float("inf"))
     try:
         plan = make_plan(problem, lambda *_: costs, objective="step-time", freedom="modules", engine=engine)
@@ -198,6 +198,13 @@ def test_no_plan_beats_the_bound(seed):
         check(f"{engine} with a constraint", seed, problem, costs, engine, allowed)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_best_blocks_of_unlike_sizes_are_found(engine):
+    for kind in (f"{engine}, odd", f"{engine}, odd with a constraint"):
+        if len(ratios[kind]) + len(wider[kind]) == 20:
+            assert sum(ratio <= 1 + CLOSE for ratio in ratios[kind].values()) >= 0.97 * len(ratios[kind])
+
+
 @pytest.mark.parametrize("kind", [*ENGINES, *(f"{engine} with a constraint" for engine in ENGINES)])
 def test_the_best_plan_is_found_nearly_always(kind):
     """Unequal shares and pipelines of unlike stages leave gaps; they are shown, and rarely hide a better plan."""
@@ -216,6 +223,66 @@ def test_the_engines_agree():
                 assert one.keys() == other.keys()
                 assert sum(abs(one[s] - other[s]) <= CLOSE or one[s] == other[s] for s in one) >= 0.97 * len(one)
             assert all(beyond[s] == pytest.approx(also[s], rel=CLOSE) for s in beyond.keys() & also.keys())
+
+
+# Ranks of one node that are no power of two, the global batch, and sizes of blocks that are known.
+ODD = [
+    (3, 3, (1, 2)),
+    (3, 2, (1, 2, 3)),
+    (5, 5, (2, 3)),
+    (5, 2, (2, 3, 5)),
+    (5, 2, (1, 2, 3)),
+    (6, 2, (1, 2)),
+    (7, 7, (3, 4)),
+    (7, 2, (3, 4, 7)),
+    (7, 2, (2, 3, 7)),
+    (7, 7, (1, 2)),
+]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_unlike_sizes_against_every_composition(seed):
+    """4 + 3 and the like, on models that have any plan with the degrees that are known."""
+    generator, plans, model = random.Random(seed), [], tiny_model(seed)
+    while not plans:
+        num_ranks, global_batch, sizes = generator.choice(ODD)
+        machine, training = cluster(1, num_ranks), TrainingSpec(global_batch=global_batch, seq_len=8)
+        known = some_options(generator.randrange(999), sizes)
+        costs = SyntheticCosts(seed, known=known, jitter=generator.choice([0.0, 0.05]))
+        plans = all_plans(model, machine, training, costs, known)
+    cap = generator.choice(sorted({memory for _, _, memory in plans}))
+    constraints = some_constraint(generator, model)
+    try:
+        constraints.resolve(model)
+    except NoPlanFitsError:
+        constraints = Constraints()
+    allowed = [entry for entry in plans if meets(entry[0], constraints, model)]
+    for engine in ENGINES:
+        check(f"{engine}, odd", seed, Problem(model, machine, training, MADE, cap), costs, engine, plans)
+        problem = Problem(model, machine, training, MADE, cap, constraints)
+        check(f"{engine}, odd with a constraint", seed, problem, costs, engine, allowed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_stages_that_leave_their_domain_in_part(seed):
+    """Nine ranks on nodes of five and four: of three stages one lies on both nodes, and is slower than the others."""
+    generator, model = random.Random(seed), tiny_model(seed)
+    machine = cluster(2, 5).model_copy(update={"missing": (generator.randrange(10),)})
+    training, plans = TrainingSpec(global_batch=3, seq_len=8), []
+    while not plans:
+        known = some_options(generator.randrange(999), generator.choice([(1, 3), (2, 1)]))
+        costs = SyntheticCosts(seed, known=known)
+        plans = all_plans(model, machine, training, costs, known)
+    any_degrees = Constraints(max_degrees=9)  # constraints keep the search to equal ranks
+    for engine in ENGINES:
+        check(
+            f"{engine}, two nodes",
+            seed,
+            Problem(model, machine, training, MADE, None, any_degrees),
+            costs,
+            engine,
+            plans,
+        )
 
 
 def plan_of(problem: Problem, costs, **words) -> Plan | None:

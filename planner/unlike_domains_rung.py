@@ -1,0 +1,188 @@
+"""The rung of unlike domains: which layouts of the whole cluster to fit to the ranks that are there, and what it buys.
+
+The best layout of the whole cluster is rarely the one that suffers least from a loss: with few micro-batches to deal,
+or blocks that hold few sequences, little of it can be moved.  So the best layouts of several shapes are fitted, those
+first that promise most.  They are priced, not proven best; the bound is that of the work alone (`planner.work_bound`),
+which no plan of these ranks is below.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import replace
+from typing import NamedTuple
+
+from cost_models.interface import CostModel
+from planner.constraints import Constraints
+from planner.describe import describe
+from planner.grid_search import Incumbent
+from planner.ladder import NOTHING
+from planner.layout import Layout
+from planner.problem import Pricer, Problem, make_searcher
+from planner.search import TOLERANCE, Engine, Freedom
+from planner.space import Grid
+from planner.unlike_domains import Fitted, Whole, as_whole, fit, slowed
+from planner.work_bound import work_bound
+from specs.plan import Certificate, LadderRung, Objective, Plan
+
+# Part of the time for layouts of equal ranks; they are few where the number of ranks has few divisors.
+EQUAL_SHARE = 0.5
+# Layouts of the whole cluster that are fitted in the ways that most often win, and of those in every way.
+TRIES = 12
+FULLY = 6
+# How close to its bound each of them is searched.
+CLOSE = 2e-3
+
+
+def unlike_domains(problem: Problem, objective: Objective, freedom: Freedom) -> Whole | None:
+    """The whole cluster, where the rung has something to do: some node lacks ranks.
+
+    Not with slow ranks or constraints, which fitting does not know, for the objective memory, or without the freedom.
+    """
+    if problem.cluster.slow or problem.constraints != Constraints() or objective == "memory":
+        return None
+    return as_whole(problem.cluster) if freedom in ("modules", "cuts", "interleaved") else None
+
+
+class _Best(NamedTuple):
+    fitted: Fitted
+    layout: Layout
+
+
+class _Fitting:
+    """Fits layouts of the whole cluster; `value` of the best in seconds of the objective, `seconds` of its step."""
+
+    def __init__(
+        self, problem: Problem, whole: Whole, costs: CostModel, made: Plan | None, objective: Objective
+    ) -> None:
+        self._problem, self._whole, self._costs = problem, whole, costs
+        at_once = replace(problem, cluster=whole.cluster)
+        self._searcher = make_searcher(at_once, costs)
+        self._pricer = Pricer(at_once, self._searcher)
+        self._by_step = objective == "step-time"
+        self.best: _Best | None = None
+        self.seconds = self.value = float("inf")
+        self.tried: list[tuple[float, Layout]] = []
+        if made is not None and made.predicted is not None and made.certificate is not None:
+            self.seconds, self.value = made.predicted.step_time_seconds, made.certificate.objective_value
+
+    def run(self, deadline: float) -> None:
+        for promise, grids in self._promising():
+            if len(self.tried) == TRIES or promise >= self.value or time.monotonic() > deadline:
+                break
+            layout = self._best_of(grids, deadline)
+            if layout is not None:
+                self._fit(layout, deadline, quickly=True)
+        for _, layout in sorted(self.tried, key=lambda one: one[0])[:FULLY]:
+            if time.monotonic() < deadline:
+                self._fit(layout, deadline, quickly=False)
+
+    def _promising(self) -> list[tuple[float, list[Grid]]]:
+        """Grid points by shape and micro-batch, with what one may take at best after the loss (a guess), shortest
+        first.
+        """
+        groups: defaultdict[tuple[int, int, int, int], list[Grid]] = defaultdict(list)
+        for grid in self._searcher.grids:
+            groups[grid.num_stages, grid.num_ranks, grid.num_replicas, grid.micro_batch].append(grid)
+        quick = self._searcher.quick_bound
+        guessed = [(min(map(quick, own)) * slowed(own[0], self._whole), own) for own in groups.values()]
+        return sorted((one for one in guessed if one[0] < float("inf")), key=lambda one: one[0])
+
+    def _best_of(self, grids: list[Grid], deadline: float) -> Layout | None:
+        """The fastest layout of some grid points, if it is faster than the best so far is with fewer ranks."""
+        searcher = self._searcher.within(self._searcher.capacity)
+        incumbent = Incumbent(self._pricer.seconds, self.seconds)
+        searcher.grids = grids
+        searcher.search("modules", incumbent, deadline=deadline, tolerance=CLOSE)
+        return incumbent.layout
+
+    def _fit(self, layout: Layout, deadline: float, *, quickly: bool) -> None:
+        plan = self._pricer.plan(layout)
+        found = fit(plan, self._whole, self._problem, self._costs, deadline=deadline, quickly=quickly)
+        if found is None or not self._pricer.fits(found.predicted):
+            return
+        seconds, tokens = found.predicted.step_time_seconds, self._problem.training.tokens_per_step
+        value = seconds if self._by_step else tokens / found.predicted.goodput_tokens_per_second
+        self.tried.append((value, layout))
+        if value < self.value:
+            self.best, self.value, self.seconds = _Best(found, layout), value, seconds
+
+
+def for_unlike_domains(
+    problem: Problem,
+    whole: Whole,
+    costs: CostModel,
+    made: Plan | None,
+    *,
+    objective: Objective,
+    engine: Engine,
+    freedom: Freedom,
+    start: float,
+    deadline: float,
+) -> Plan | None:
+    """`made`, the plan of equal ranks if there is one, or a better one, with a rung that says what it buys; None when
+    nothing fits.
+    """
+    fitting = _Fitting(problem, whole, costs, made, objective)
+    fitting.run(deadline)
+    best, value = fitting.best, fitting.value
+    if best is None and made is None:
+        return None
+    bound = work_bound(
+        problem.model,
+        problem.training,
+        costs,
+        num_ranks=len(problem.cluster.ranks()),
+        most_degree=max(group.devices_per_node for group in problem.cluster.nodes),
+    )
+    gap = max(0.0, 1.0 - bound / value)
+    certificate = Certificate(
+        engine=engine,
+        objective=objective,
+        status="optimal" if gap <= TOLERANCE else "feasible",
+        objective_value=value,
+        bound=min(bound, value),
+        gap=gap,
+        seconds=time.monotonic() - start,
+        evaluated=len(fitting.tried),
+        freedom=freedom,
+    )
+    rung = _rung(made, best, whole)
+    if made is None or made.certificate is None:
+        assert best is not None
+        return best.fitted.plan.with_results(predicted=best.fitted.predicted, certificate=certificate, ladder=(rung,))
+    work = made.certificate
+    counts = {"labels": work.labels, "nodes": work.nodes, "pruned": work.pruned}
+    return (made if best is None else best.fitted.plan).with_results(
+        predicted=made.predicted if best is None else best.fitted.predicted,
+        certificate=certificate.model_copy(update={**counts, "evaluated": work.evaluated + certificate.evaluated}),
+        ladder=(*made.ladder, rung),
+        alternatives=made.alternatives,
+        rate_choices=made.rate_choices if best is None else (),  # they compare plans of equal ranks
+    )
+
+
+def _rung(made: Plan | None, best: _Best | None, whole: Whole) -> LadderRung:
+    if best is None:
+        assert made is not None
+        assert made.predicted is not None
+        return LadderRung(
+            freedom="+ unlike domains",
+            step_time_seconds=made.predicted.step_time_seconds,
+            gain_over_previous=0.0,
+            layout=made.ladder[-1].layout,
+            reason="buys nothing here",
+        )
+    seconds, gain = best.fitted.predicted.step_time_seconds, None
+    if made is not None and made.predicted is not None:
+        gain = 1.0 - seconds / made.predicted.step_time_seconds
+    used, usable = best.fitted.plan.world_size, len(best.fitted.plan.cluster.ranks())
+    idle = f"; {used} of {usable} usable ranks" if used < usable else ""
+    return LadderRung(
+        freedom="+ unlike domains",
+        step_time_seconds=seconds,
+        gain_over_previous=gain,
+        layout=f"{describe(best.layout)}, of {len(whole.names)} ranks; {best.fitted.words}{idle}",
+        reason="the first that fits" if gain is None else "" if gain >= NOTHING else "buys nothing in step time",
+    )
