@@ -27,8 +27,8 @@ Ints = npt.NDArray[np.int64]
 
 # Prices of a byte at which a stage is bounded.
 MAX_PRICES = 24
-# Mixtures of moments that are tried when what fits on average does not fit at every one.
-MOST_MIXTURES = 4
+# What is tried when what fits on average does not fit at every moment: other mixtures of moments, then less capacity.
+MOST_MIXTURES, MOST_REPAIRS = 4, 8
 
 # By virtual stage and kind: (option, how many modules take it).
 Selection = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
@@ -131,21 +131,28 @@ class StageSolver:
     def solve(self, counts: Ints, held: Ints, weighted: Floats) -> Solved | None:
         """The least weighted seconds, [kind, option], of [v, kind] modules; None where nothing is found that fits.
 
-        Exact where one moment is the fullest for all selections.
+        The least, where one moment is the fullest for all selections; else what these tries find.
         """
         mixture = _mean(held, held @ (counts @ self._columns.activation.mean(axis=1)))
-        for turn in range(MOST_MIXTURES):
+        capacity = self._capacity
+        for turn in range(MOST_MIXTURES + MOST_REPAIRS):
             groups = self._groups(counts, mixture, weighted)
-            chosen = self._fastest(counts, held, groups) or self._exact(groups)
+            chosen = self._fastest(counts, held, groups) or self._exact(groups, capacity)
             if chosen is None:
-                return None  # a mean of moments is no harder to fit than all of them
+                break
             selection = _dealt(counts, groups, chosen)
-            if self.most_bytes(held, selection) <= self._capacity:
+            excess = self.most_bytes(held, selection) - self._capacity
+            if excess <= 0.0:
                 return Solved(_seconds(groups, chosen), selection)
-            fullest = max(held, key=lambda moment: self.most_bytes(moment[None], selection))
-            mixture = fullest if turn == 0 else 0.5 * (mixture + fullest)
+            if turn < MOST_MIXTURES:
+                fullest = max(held, key=lambda moment: self.most_bytes(moment[None], selection))
+                mixture = fullest if turn == 0 else 0.5 * (mixture + fullest)
+            else:
+                capacity -= excess
+        if capacity == self._capacity:
+            return None  # a mean of moments is no harder to fit than all of them
         groups = self._groups(counts, held.max(axis=0), weighted)
-        chosen = self._exact(groups)
+        chosen = self._exact(groups, self._capacity)
         return None if chosen is None else Solved(_seconds(groups, chosen), _dealt(counts, groups, chosen))
 
     def _groups(self, counts: Ints, held: Floats | Ints, weighted: Floats) -> list[_Group]:
@@ -169,13 +176,13 @@ class StageSolver:
         fastest = [[(int(np.lexsort((group.memory, group.seconds))[0]), group.number)] for group in groups]
         return fastest if self.most_bytes(held, _dealt(counts, groups, fastest)) <= self._capacity else None
 
-    def _exact(self, groups: Sequence[_Group]) -> list[list[tuple[int, int]]] | None:
+    def _exact(self, groups: Sequence[_Group], capacity: float) -> list[list[tuple[int, int]]] | None:
         """Each possible largest working memory is tried, the most promising first."""
         working = [self._columns.working[group.kind] for group in groups]
         least = max(float(own.min()) for own in working)
         prices = _prices([(group.seconds, group.memory) for group in groups])
         tries = sorted(
-            (_dual(groups, working, work, prices, self._capacity - work), work) for work in self._works if work >= least
+            (_dual(groups, working, work, prices, capacity - work), work) for work in self._works if work >= least
         )
         best: tuple[float, list[list[tuple[int, int]]]] | None = None
         for bound, work in tries:
@@ -187,7 +194,7 @@ class StageSolver:
                 [group.number for group in groups],
                 [group.seconds[u] for group, u in zip(groups, usable, strict=True)],
                 [group.memory[u] for group, u in zip(groups, usable, strict=True)],
-                self._capacity - work,
+                capacity - work,
                 cutoff=cutoff,
             )
             self.num_labels += 1
