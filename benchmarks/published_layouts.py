@@ -65,7 +65,8 @@ def llama_405b(num_gpus: int, dp: int) -> Run:
     glennklockwood.com/garden/llama-3.1]
 
     The paper states no micro-batch (1 is what its memory allows) and no recomputation (it says that none is needed);
-    it shards optimizer states and gradients.
+    it shards optimizer states and gradients.  It interleaves and takes a layer each off the first and the last rank,
+    without the number of virtual stages: 8 is one layer for each.
     """
     return Run(
         id=f"llama-3-405b-{num_gpus}",
@@ -86,7 +87,7 @@ def llama_405b(num_gpus: int, dp: int) -> Run:
         pp=16,
         dp=dp,
         cp=1,
-        chunks=1,
+        chunks=8,
         sequence_parallel=True,
         micro_batch=1,
         global_batch=2048,
@@ -95,7 +96,7 @@ def llama_405b(num_gpus: int, dp: int) -> Run:
         shard_size=dp,
         precision="bf16",
         fp32_gradients=True,
-        schedule="1f1b",
+        schedule="interleaved",
         stack="megatron-core",
         out_of_memory=False,
     )

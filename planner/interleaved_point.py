@@ -2,10 +2,9 @@
 
 Every stage runs with the options that take it the least seconds of a step within its memory,
 
-    m (f + b) + what of its gradient sync is exposed + its optimizer
+    m (f + b) + what of its gradient sync is exposed at least + its optimizer
 
-by either line that bounds what is exposed (`planner.rates`); or the first stage alone does, since it ends with the
-step, and the others take the least m (f + b).
+or the first stage alone does, since it ends with the step, and the others take the least m (f + b).
 """
 
 from __future__ import annotations
@@ -120,15 +119,17 @@ class Point:
     def _selections(self, solver: StageSolver) -> set[tuple[Selection, ...]]:
         """For every stage; none where one of them does not fit."""
         costs, stages, m = self._costs, range(self.grid.num_stages), self.grid.num_micro_batches
+        totals = self._counts.sum(axis=(0, 1))
+        line = max(costs.exposures, key=lambda line: float(totals @ costs.after(line).min(axis=1)))
         work = m * (costs.columns.forward + costs.columns.backward)
-        ending = [work + costs.after(line) + costs.columns.update for line in costs.exposures]
+        ending = work + costs.after(line) + costs.columns.update
         solved = [
-            [solver.solve(self._counts[:, s], costs.held[s], weighted) for weighted in (work, *ending)] for s in stages
+            [solver.solve(self._counts[:, s], costs.held[s], weighted) for weighted in (ending, work)] for s in stages
         ]
         if any(None in own for own in solved):
             return set()
         found = [[one.selection for one in own if one is not None] for own in solved]
-        return {(found[0][line], *(own[others] for own in found[1:])) for line in (1, 2) for others in (0, line)}
+        return {(found[0][0], *(own[others] for own in found[1:])) for others in (0, 1)}
 
     def _lower(self, selections: tuple[Selection, ...]) -> float:
         """A bound of a layout's price: simulated, with what comes once a step."""

@@ -29,6 +29,8 @@ Ints = npt.NDArray[np.int64]
 MAX_PRICES = 24
 # What is tried when what fits on average does not fit at every moment: other mixtures of moments, then less capacity.
 MOST_MIXTURES, MOST_REPAIRS = 4, 8
+# Largest working memories that are tried, those of the least bounds.
+MOST_WORKS = 3
 
 # By virtual stage and kind: (option, how many modules take it).
 Selection = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
@@ -177,7 +179,7 @@ class StageSolver:
         return fastest if self.most_bytes(held, _dealt(counts, groups, fastest)) <= self._capacity else None
 
     def _exact(self, groups: Sequence[_Group], capacity: float) -> list[list[tuple[int, int]]] | None:
-        """Each possible largest working memory is tried, the most promising first."""
+        """The most promising largest working memories are tried."""
         working = [self._columns.working[group.kind] for group in groups]
         least = max(float(own.min()) for own in working)
         prices = _prices([(group.seconds, group.memory) for group in groups])
@@ -185,7 +187,7 @@ class StageSolver:
             (_dual(groups, working, work, prices, capacity - work), work) for work in self._works if work >= least
         )
         best: tuple[float, list[list[tuple[int, int]]]] | None = None
-        for bound, work in tries:
+        for bound, work in tries[:MOST_WORKS]:
             cutoff = np.inf if best is None else best[0]
             if bound >= cutoff:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from planner.describe import describe
@@ -44,13 +45,16 @@ def climb(searcher: Searcher, incumbent: Incumbent, last: Freedom, *, deadline: 
     freedoms = FREEDOMS[: FREEDOMS.index(last) + 1]
     if searcher.engine == "ilp":
         freedoms = tuple(dict.fromkeys((FREEDOMS[0], last)))
+    # What is interleaved is searched last, and rules out most of what the rung before takes longest for.
+    halfway = 0.5 * (time.monotonic() + deadline) if last == "interleaved" else deadline
     for freedom in freedoms:
         tolerance = TOLERANCE if freedom == last else NOTHING
-        outcome = searcher.search(freedom, incumbent, deadline=deadline, tolerance=tolerance)
+        until = deadline if freedom == last else halfway
+        outcome = searcher.search(freedom, incumbent, deadline=until, tolerance=tolerance)
         rungs.append(Rung(freedom, outcome.layout, outcome.seconds, outcome))
         # A grid point that loses even with the last freedom loses in every rung; a good incumbent finds most of them.
         if freedom == freedoms[min(1, len(freedoms) - 1)] != last and incumbent.layout is not None:
-            searcher.discard(last, incumbent, deadline=deadline)
+            searcher.discard(last, incumbent, deadline=until)
     return rungs
 
 

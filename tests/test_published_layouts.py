@@ -28,6 +28,8 @@ def test_the_plan_is_the_rows_layout(name: str) -> None:
     assert len(plan.replicas) == run.dp
     (pipeline,) = plan.pipelines
     assert len(pipeline.stages) == run.pp
+    assert pipeline.num_virtual == run.chunks
+    assert pipeline.schedule == ("1f1b" if run.chunks == 1 else "interleaved")
     assert {placement.blocks for stage in pipeline.stages for placement in stage.modules} == {(run.tp,)}
     assert plan.replicas[0].sequences == run.num_micro_batches * run.micro_batch
 
