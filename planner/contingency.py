@@ -28,6 +28,8 @@ PRICED_AHEAD = 3
 PRICED_ON_LOSS = 4
 # Times that everything is composed anew with less memory, when a price finds more than the tables of the search.
 TIGHTENED = 6
+# Times the best price at which an estimate is not looked at closely: none was seen to be half as far off.
+HOPELESS = 3.0
 # Of ways whose steps differ by less than this, the first in the order is taken: it moves least.
 AS_GOOD = 0.005
 ORDER: tuple[ContingencyPolicy, ...] = ("spare", "reduced", "drop", "resplit", "split")
@@ -83,7 +85,10 @@ class Replanner:
             if time.monotonic() > deadline and found:
                 break
             fitting = [one.rank(self._limit) for one in found if one.predicted.peak_memory_bytes <= self._limit]
-            priced = self._priced(way, lost, min(fitting, default=None))
+            least = min(fitting, default=None)
+            if least is not None and self._is_hopeless(way, lost, least, found):
+                continue
+            priced = self._priced(way, lost, least)
             if priced is not None:
                 found.append(priced)
         if not found:
@@ -98,6 +103,15 @@ class Replanner:
                 "device, add spares, or plan anew with a smaller micro-batch or a larger --memory-cap."
             )
         return self._contingency(lost, best, found[1:])
+
+    def _is_hopeless(
+        self, way: Way, lost: Sequence[int], best: tuple[bool, int, float], found: Sequence[_Priced]
+    ) -> bool:
+        """Whether a way is so much slower by its estimate than the best price, and its policy is known already."""
+        candidate = self._survivors.candidate(way, lost)
+        if candidate is None or all(one.candidate.policy != way.policy for one in found):
+            return False
+        return -candidate.global_batch >= best[1] and candidate.seconds > HOPELESS * best[2]
 
     def _least_change(self, found: Sequence[_Priced]) -> int:
         """Of those that are as good as the best, the one that moves least."""
