@@ -59,17 +59,16 @@ def _head(module: Head, share: Share, precision: Precision) -> int:
     """In forward, which forms gradients at once.
 
     # normalised input c h, gathered input and its gradient 2 T h in a block of several, a piece of P tokens of logits
-    #   in fp32 (in place where activations are that too), with a cap two more for its slope, a piece's gradient of the
-    #   weight v h where there are several
+    #   in fp32 (in place where activations are that too), with a cap two more for its slope; less the gradient of the
+    #   weight v h, which the first piece does not have yet, where there are no others
     """
     size, units = ACTIVATION_BYTES[precision], share.units.size
     piece = min(share.block_tokens, max(1, MAX_LOGIT_ELEMENTS // units))
     gathered = 2 * share.block_tokens * module.hidden if share.degree > 1 else 0
-    logits = piece * units * (4 if size == 4 else size + 4)
-    if module.logit_cap is not None:
-        logits = max(logits, 12 * piece * units - size * units * module.hidden)
-    again = units * module.hidden if piece < share.block_tokens else 0
-    return size * (share.chunk_tokens * module.hidden + gathered + again) + logits
+    wide = 12 if module.logit_cap is not None else 4 if size == 4 else size + 4
+    early = units * module.hidden if piece == share.block_tokens else 0
+    logits = max(wide * piece * units - size * early, size * piece * units)
+    return size * (share.chunk_tokens * module.hidden + gathered) + logits
 
 
 def _mlp(module: Mlp, share: Share, precision: Precision, *, selective: bool) -> int:

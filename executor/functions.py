@@ -289,8 +289,11 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             loss += piece_loss
             if grad_x is not None:
                 torch.mm(grad_logits, weight, out=grad_x[part])
-                update = grad_logits.t() @ gathered[part]
-                grad_weight = update if grad_weight is None else grad_weight.add_(update)
+                if grad_weight is None:
+                    grad_weight = grad_logits.t() @ gathered[part]
+                else:
+                    grad_weight.addmm_(grad_logits.t(), gathered[part])
+            del grad_logits  # else it lives beside the next piece's
         if grad_x is not None:
             ctx.save_for_backward(block.reduce_scatter(grad_x), grad_weight)
         return loss
