@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from planner.describe import describe
 from planner.fit import least_memory
 from planner.grid_search import Incumbent
@@ -20,8 +22,12 @@ def alternatives(
     best: Layout,
     memory_bytes: int,
     top_k: int,
+    *,
+    deadline: float,
 ) -> tuple[Alternative, ...]:
-    """The `top_k` best layouts with other stages, ranks or replicas, then hand-made layouts and why they lose."""
+    """The `top_k` best layouts of other shapes, then hand-made ones and why they lose, while there is
+    time to look.
+    """
     found: list[Alternative] = []
     seen = {_shape(best.grid)}
     for layout, seconds in sorted(incumbent.priced.items(), key=lambda item: item[1]):
@@ -41,7 +47,8 @@ def alternatives(
             )
     for name, num_stages, num_ranks in _by_hand(searcher):
         if not any(shape[:2] == (num_stages, num_ranks) for shape in seen):
-            found.append(_rejected(searcher, name, num_stages, num_ranks, memory_bytes))
+            rejected = _rejected(searcher, name, num_stages, num_ranks, memory_bytes, deadline)
+            found += [] if rejected is None else [rejected]
     return tuple(found)
 
 
@@ -59,11 +66,18 @@ def _by_hand(searcher: Searcher) -> list[tuple[str, int, int]]:
     return [("data parallel only", 1, 1), (f"tensor parallel {domain} and data parallel", 1, domain)][: min(total, 2)]
 
 
-def _rejected(searcher: Searcher, name: str, num_stages: int, num_ranks: int, memory_bytes: int) -> Alternative:
-    """Why a shape was not taken: divisibility, memory, or its bound."""
+def _rejected(
+    searcher: Searcher, name: str, num_stages: int, num_ranks: int, memory_bytes: int, deadline: float
+) -> Alternative | None:
+    """Why a shape was not taken: divisibility, memory, or its bound; None when there is no time to tell."""
     grids = [g for g in searcher.grids if (g.num_stages, g.num_ranks) == (num_stages, num_ranks)]
-    plain = (grid for grid in grids if grid.schedule == "1f1b")  # holds no more than any other schedule
-    needs = [least for least in (least_memory(searcher.chain, grid, searcher.source) for grid in plain) if least]
+    needs = []
+    for grid in grids:
+        if time.monotonic() > deadline:
+            return None
+        if grid.schedule == "1f1b":  # holds no more than any other schedule
+            least = least_memory(searcher.chain, grid, searcher.source)
+            needs += [] if least is None else [least]
     if not needs:
         constrained = searcher.rules.by_module and not grids
         reason = "does not divide the ranks, the global batch or a module"

@@ -77,14 +77,18 @@ def _least_with(menu: Menu, chain: Chain, grid: Grid, source: OptionSource) -> L
 
 def _least_bytes(menu: Menu, counts: npt.NDArray[np.int64], in_flight: int) -> tuple[Floats, Floats]:
     """Least bytes of every content, and the largest working memory at which they are reached."""
-    best, at = np.full(len(counts), np.inf), np.zeros(len(counts))
-    for limit in np.unique(np.concatenate([table.working for table in menu.tables])).tolist():
-        held = np.array([_held(table, in_flight, limit).min() for table in menu.tables])
-        needs = counts @ np.minimum(held, IMPOSSIBLE) + limit
-        at = np.where(needs < best, limit, at)
-        best = np.minimum(best, needs)
+    limits = np.unique(np.concatenate([table.working for table in menu.tables]))
+    held = np.full((len(menu.tables), limits.size), IMPOSSIBLE)
+    for least, table in zip(held, menu.tables, strict=True):
+        order = np.argsort(table.working)
+        falling = np.minimum.accumulate((table.static + in_flight * table.activation)[order])
+        allowed = np.searchsorted(table.working[order], limits, side="right")
+        least[allowed > 0] = falling[allowed[allowed > 0] - 1]
+    needs = counts @ held + limits
+    chosen = needs.argmin(axis=1)
+    best = needs[np.arange(len(counts)), chosen]
     best[best >= IMPOSSIBLE] = np.inf
-    return best, at
+    return best, limits[chosen]
 
 
 def _held(table: OptionTable, in_flight: int, limit: float) -> Floats:

@@ -32,14 +32,14 @@ def nothing_found(
     time_limit_seconds: float,
 ) -> PlaitError:
     """The error that says why there is no plan, and what would change that.  `searcher` looked under a freedom."""
-    binding = _binding_constraint(problem, searcher, freedom)
-    if binding is not None:
-        return binding
     if not complete:
         return TimeLimitError(
             f"no plan was found within {time_limit_seconds:g} s. Give more time with --time-limit, or fewer freedoms "
             "with --freedom uniform."
         )
+    binding = _binding_constraint(problem, searcher, freedom)
+    if binding is not None:
+        return binding
     training, memory_bytes = problem.training, problem.memory_bytes
     if not searcher.grids:
         return BadInputError(

@@ -99,6 +99,7 @@ def _of_equal_ranks(
     unlike = bool(problem.cluster.slow) and objective != "memory" and freedom in ("modules", "cuts", "interleaved")
     if problem.cluster.slow and freedom == "interleaved":  # shares and cuts are fitted to stages of one run
         freedom = "cuts"
+    whole = start + time_limit_seconds
     deadline = start + time_limit_seconds * (EQUAL_SHARE if unlike else 1.0)
     costs = make_costs(problem.cluster, problem.training)
     searcher = make_searcher(problem, costs, engine)
@@ -158,10 +159,11 @@ def _of_equal_ranks(
         ),
         ladder=ladder,
         rate_choices=rate_choices(plan, fitting, chosen),
-        alternatives=alternatives(searcher, incumbent, pricer.predictions, chosen, pricer.memory_bytes, top_k),
+        alternatives=alternatives(
+            searcher, incumbent, pricer.predictions, chosen, pricer.memory_bytes, top_k, deadline=whole
+        ),
     )
     if unlike:
-        whole = start + time_limit_seconds
         return for_unlike_devices(problem, searcher, made, chosen, freedom, deadline=whole)
     return made
 

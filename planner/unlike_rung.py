@@ -6,6 +6,7 @@ adapted shares and cuts is rarely the one that suffers least from a slow rank wi
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from planner.describe import describe
@@ -45,7 +46,9 @@ def for_unlike_devices(
         return found.seconds if by_step else tokens / found.predicted.goodput_tokens_per_second
 
     best, base = Adapted(made, made.predicted), layout
-    for other in _distinct(layout, incumbent):
+    for number, other in enumerate(_distinct(layout, incumbent)):
+        if number and time.monotonic() > deadline:
+            break
         found = adapt(pricer.plan(other), costs, problem.memory_bytes, fixed_stages=fixed)
         if value(found) < value(best):
             best, base = found, other

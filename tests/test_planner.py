@@ -19,7 +19,7 @@ from cost_models.step import price
 from planner.explain import explain
 from planner.make import Problem, make_plan
 from planner.search import FREEDOMS
-from planner.start import parse_bytes
+from planner.start import parse_bytes, start_plan
 from specs.base import load_document
 from specs.errors import BadInputError, NoPlanFitsError, TimeLimitError
 from specs.model import ModelSpec
@@ -89,12 +89,29 @@ def test_goodput_beats_the_fastest_plan_in_what_it_delivers(freedom):
         assert "more" in chosen.ladder[-1].reason
 
 
-def test_a_time_limit_is_kept_and_the_gap_says_so():
-    """By processor time, since other programs may hold up this one."""
-    limit = 1.0
+@pytest.mark.parametrize(
+    ("model", "machine", "batch", "seq_len"),
+    [("nemotron-ultra-253b", "h100x1024", 1024, 8192), ("openelm-3b", "h100x8", 256, 2048)],
+)
+def test_a_time_limit_is_kept_and_the_gap_says_so(model, machine, batch, seq_len):
+    """Everything from reading to losses solved ahead, by processor time, since other programs may hold up this one."""
+    limit = 0.5
     start = time.process_time()
-    plan = make_plan(problem("nemotron-ultra-253b", "h100x1024", 1024, 8192), device_costs, time_limit_seconds=limit)
-    assert time.process_time() - start <= 1.1 * limit + 1.0
+    plan = start_plan(
+        model=model,
+        cluster=machine,
+        profile_path=None,
+        global_batch=batch,
+        seq_len=seq_len,
+        precision=None,
+        memory_cap=None,
+        objective="goodput",
+        freedom="cuts",
+        time_limit_seconds=limit,
+        top_k=3,
+        command="",
+    )
+    assert time.process_time() - start <= limit + 3.0
     assert plan.certificate.status == "feasible"
     assert plan.certificate.pruned["time limit"] > 0
     assert plan.certificate.bound < plan.certificate.objective_value
