@@ -56,11 +56,12 @@ def parts_of(blocks: Blocks, grid: Grid, seq_len: int, topology: Topology) -> tu
 
 def holds_sequences(module: Module, blocks: Blocks, grid: Grid) -> bool:
     """Whether every block holds whole sequences, or equal whole parts of one as the grid point lets them."""
-    if all(grid.micro_batch * start % grid.num_ranks == 0 for start in block_starts(blocks)):
+    equal = blocks[0] == blocks[-1]
+    borders = blocks[:1] if equal else block_starts(blocks)
+    if all(grid.micro_batch * border % grid.num_ranks == 0 for border in borders):
         return True
     sharing, rest = divmod(grid.num_ranks, grid.micro_batch * blocks[0])
-    equal = isinstance(module, Attention) and blocks[0] == blocks[-1]
-    return equal and rest == 0 and grid.context % sharing == 0
+    return isinstance(module, Attention) and equal and rest == 0 and grid.context % sharing == 0
 
 
 def describe_blocks(blocks: Blocks) -> str:

@@ -24,7 +24,7 @@ from planner.search import TOLERANCE, Engine, Freedom
 from planner.space import Grid
 from planner.unlike_domains import Fitted, Whole, as_whole, fit, slowed
 from planner.work_bound import work_bound
-from specs.plan import Certificate, LadderRung, Objective, Plan
+from specs.plan import Alternative, Certificate, LadderRung, Objective, Plan
 
 # Part of the time for layouts of equal ranks; they are few where the number of ranks has few divisors.
 EQUAL_SHARE = 0.5
@@ -158,9 +158,27 @@ def for_unlike_domains(
         predicted=made.predicted if best is None else best.fitted.predicted,
         certificate=certificate.model_copy(update={**counts, "evaluated": work.evaluated + certificate.evaluated}),
         ladder=(*made.ladder, rung),
-        alternatives=made.alternatives,
+        alternatives=made.alternatives if best is None else _beaten(made, fitting.seconds),
         rate_choices=made.rate_choices if best is None else (),  # they compare plans of equal ranks
     )
+
+
+def _beaten(made: Plan, seconds: float) -> tuple[Alternative, ...]:
+    """The plan of equal ranks and its alternatives, beside a plan whose step takes `seconds`."""
+    assert made.predicted is not None
+    own = Alternative(
+        layout=made.ladder[-1].layout,
+        step_time_seconds=made.predicted.step_time_seconds,
+        peak_memory_bytes=made.predicted.peak_memory_bytes,
+        reason="",
+    )
+    found = []
+    for other in (own, *made.alternatives):
+        if other.step_time_seconds is not None:
+            slower = 100.0 * (other.step_time_seconds / seconds - 1.0)
+            other = other.model_copy(update={"reason": f"equal ranks: {slower:.2f} % slower"})
+        found.append(other)
+    return tuple(found)
 
 
 def _rung(made: Plan | None, best: _Best | None, whole: Whole) -> LadderRung:

@@ -201,7 +201,7 @@ def test_no_plan_beats_the_bound(seed):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_best_blocks_of_unlike_sizes_are_found(engine):
     for kind in (f"{engine}, odd", f"{engine}, odd with a constraint"):
-        if len(ratios[kind]) + len(wider[kind]) == 20:
+        if len(ratios[kind]) + len(wider[kind]) == 16:
             assert sum(ratio <= 1 + CLOSE for ratio in ratios[kind].values()) >= 0.97 * len(ratios[kind])
 
 
@@ -240,7 +240,7 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(16))
 def test_blocks_of_unlike_sizes_against_every_composition(seed):
     """4 + 3 and the like, on models that have any plan with the degrees that are known."""
     generator, plans, model = random.Random(seed), [], tiny_model(seed)
@@ -263,7 +263,7 @@ def test_blocks_of_unlike_sizes_against_every_composition(seed):
         check(f"{engine}, odd with a constraint", seed, problem, costs, engine, allowed)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_stages_that_leave_their_domain_in_part(seed):
     """Nine ranks on nodes of five and four: of three stages one lies on both nodes, and is slower than the others."""
     generator, model = random.Random(seed), tiny_model(seed)
