@@ -200,6 +200,7 @@ class OptionSource:
         reads = isinstance(module, Embedding) or (isinstance(module, Head) and grid.num_stages > 1)
         data = self.costs.overhead.data_seconds_per_sequence * grid.micro_batch if reads else 0.0
         pair = self.tied and isinstance(module, Embedding | Head)
+        whole = whole_elements(module) * self.rates.sync(grid, 1).per_element  # summed over all ranks of the stage
         for degree in restriction.degrees_of(rule, grid.num_ranks):
             if pair and restriction.tied not in (None, degree):
                 continue
@@ -216,8 +217,8 @@ class OptionSource:
             elements = cut_elements(module, smallest) if once else 0
             matrices = cut_elements(module, smallest, matrices=True) if once else 0
             sync = elements * self.rates.sync(grid, degree).per_element
-            if once:  # what is not cut is summed over all ranks of the stage
-                sync += whole_elements(module) * self.rates.sync(grid, 1).per_element
+            if once:  # and what is not cut
+                sync += whole
             rate = self.rates.micro_batch(grid, degree)
             gathered, scattered = matrices * rate.gather, elements * rate.scatter
             again = 0.0 if isinstance(module, Embedding | Head) else gathered

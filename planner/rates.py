@@ -38,6 +38,9 @@ class MicroBatchRate(NamedTuple):
     scatter: float
 
 
+NOTHING = MicroBatchRate(0.0, 0.0)
+
+
 class Exposure(NamedTuple):
     """Exposed seconds of gradient sync are at least `of_sync` x all of them - `of_backward` x the last backward."""
 
@@ -55,6 +58,7 @@ class Rates:
         self._num_elements = num_elements
         self._spans: dict[tuple[int, int, int, str, int], set[Span]] = {}
         self._sync: dict[tuple[Span, int], SyncRate] = {}
+        self._of_stages: dict[tuple[int, int, int, str, int, int], SyncRate] = {}
         self._least: dict[tuple[Span, CollectiveOp], float] = {}
 
     @cached_property
@@ -68,14 +72,18 @@ class Rates:
 
         A rank shares its part with one rank of each equal block, and halves of it with two of each other block.
         """
-        rates = [self._sync_of(span, grid.zero) for span in self._groups(grid, degree)]
-        buckets = 1 if grid.num_ranks % degree == 0 else 2
-        return SyncRate(min(rate.per_element for rate in rates), buckets * max(rate.less for rate in rates))
+        key = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, degree, grid.zero)
+        if key not in self._of_stages:
+            rates = [self._sync_of(span, grid.zero) for span in self._groups(grid, degree)]
+            buckets = 1 if grid.num_ranks % degree == 0 else 2
+            least, less = min(rate.per_element for rate in rates), max(rate.less for rate in rates)
+            self._of_stages[key] = SyncRate(least, buckets * less)
+        return self._of_stages[key]
 
     def micro_batch(self, grid: Grid, degree: int) -> MicroBatchRate:
         """Of any stage beside each micro-batch's passes: what sharded gradients and weights leave exposed at best."""
         if grid.zero < 2:
-            return MicroBatchRate(0.0, 0.0)
+            return NOTHING
         exposed = self._costs.exposed_gradient_sync(1.0, LONG_SECONDS, sharded=True)
         spans = self._groups(grid, degree)
         scatter = min(self._least_per_element(span, "reduce_scatter", GRADIENT_BYTES) for span in spans)
