@@ -146,7 +146,7 @@ def best_by_rate(
 def _next_change(best: Callable[[float], int], low: float, high: float, here: int) -> tuple[float, int]:
     """Where `here` stops being the best, and what is then."""
     after = best(high)
-    while high - low > 1e-6:
+    while high - low > 1e-4:
         middle = (low + high) / 2.0
         now = best(middle)
         if now == here:

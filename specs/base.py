@@ -20,7 +20,8 @@ SCHEMA_VERSION = 1
 class Spec(BaseModel):
     """A frozen record that refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Validators are built at their first use: a command uses few of all kinds of records.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Document(Spec):
