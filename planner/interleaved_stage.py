@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.knapsack import ROUNDING, choose, hull
+from planner.knapsack import ROUNDING, choose
 from planner.options import Menu
+from planner.stage import byte_prices
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ class Relaxed:
         """Prices of a byte, and what a module takes at each: [stage, v and kind, price].  Found for those that fit."""
         memory, weighted = self._memory, self._weighted
         sample = [memory[0], memory[len(memory) // 2], memory[-1]]
-        prices = _prices([(w, m[k]) for m in sample for k, w in enumerate(weighted)])
+        prices = byte_prices([(w, m[k]) for m in sample for k, w in enumerate(weighted)], MAX_PRICES)
         duals = (weighted[:, :, None] + memory[..., None] * prices).min(axis=2)
         return prices, duals[self._at].reshape(len(self._at), -1, prices.size)
 
@@ -182,7 +182,7 @@ class StageSolver:
         """The most promising largest working memories are tried."""
         working = [self._columns.working[group.kind] for group in groups]
         least = max(float(own.min()) for own in working)
-        prices = _prices([(group.seconds, group.memory) for group in groups])
+        prices = byte_prices([(group.seconds, group.memory) for group in groups], MAX_PRICES)
         tries = sorted(
             (_dual(groups, working, work, prices, capacity - work), work) for work in self._works if work >= least
         )
@@ -246,15 +246,3 @@ def _dealt(counts: Ints, groups: Sequence[_Group], chosen: Sequence[Sequence[tup
             taken = found[v][group.kind]
             taken[option] = taken.get(option, 0) + 1
     return tuple(tuple(tuple(sorted(taken.items())) for taken in of_kinds) for of_kinds in found)
-
-
-def _prices(sample: Sequence[tuple[Floats, Floats]]) -> Floats:
-    """Zero and slopes of convex hulls of (seconds, bytes)."""
-    slopes = {0.0}
-    for seconds, memory in sample:
-        points = hull(seconds, memory)
-        slopes.update(float((seconds[a] - seconds[b]) / (memory[b] - memory[a])) for a, b in pairwise(points))
-    ordered = np.array(sorted(slopes))
-    if ordered.size > MAX_PRICES:
-        ordered = ordered[np.linspace(0, ordered.size - 1, MAX_PRICES).round().astype(np.int64)]
-    return ordered

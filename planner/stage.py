@@ -121,8 +121,9 @@ class StageSolver:
         """Take the prices of a byte at which contents are bounded from some of these rows of (moments, weights)."""
         some = [rows[i] for i in sorted({round(i) for i in np.linspace(0, len(rows) - 1, PRICED_ROWS)})]
         kinds = range(len(self.tables))
-        self._prices = _prices(
-            [(self.weighted(w)[k], self.memory(k, flights[:1])) for flights, w in some for k in kinds]
+        self._prices = byte_prices(
+            [(self.weighted(w)[k], self.memory(k, flights[:1])) for flights, w in some for k in kinds],
+            MAX_PRICES,
         )
 
     def bounds(self, flights: Flights, weights: Sequence[Weights], contents: npt.NDArray[np.int64]) -> Floats:
@@ -210,13 +211,15 @@ def _renumber(label: Label, usable: list[npt.NDArray[np.int64]]) -> list[list[tu
     return [[(int(u[option]), n) for option, n in chosen] for chosen, u in zip(label.selection, usable, strict=True)]
 
 
-def _prices(sample: Sequence[tuple[Floats, Floats]]) -> Floats:
-    """Zero and slopes of convex hulls of (seconds, bytes): prices of a byte at which some module changes its option."""
+def byte_prices(sample: Sequence[tuple[Floats, Floats]], most: int) -> Floats:
+    """Zero and slopes of convex hulls of (seconds, bytes): prices of a byte at which some module changes its option; at
+    `most` so many of them.
+    """
     slopes = {0.0}
     for seconds, memory in sample:
         points = hull(seconds, memory)
         slopes.update(float((seconds[a] - seconds[b]) / (memory[b] - memory[a])) for a, b in pairwise(points))
     ordered = np.array(sorted(slopes))
-    if ordered.size > MAX_PRICES:
-        ordered = ordered[np.linspace(0, ordered.size - 1, MAX_PRICES).round().astype(np.int64)]
+    if ordered.size > most:
+        ordered = ordered[np.linspace(0, ordered.size - 1, most).round().astype(np.int64)]
     return ordered
