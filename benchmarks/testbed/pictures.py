@@ -12,6 +12,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.testbed import agreement, nonuniform, slow_rank
 from benchmarks.testbed.measure import Measured
@@ -28,29 +29,34 @@ def draw_agreement(found: Sequence[agreement.Agreement], path: Path) -> None:
     figure, axes = plt.subplots(lines, columns, figsize=(3.2 * columns, 3.2 * lines), squeeze=False)
     for axis, item in zip(axes.flat, found, strict=False):
         names = list(item.predicted)
-        measured = [item.measured[name].seconds for name in names]
+        predicted = {name: 1e3 * item.predicted[name] for name in names}
+        measured = {name: 1e3 * item.measured[name].seconds for name in names}
+        below = [max(0.0, measured[name] - 1e3 * item.measured[name].p10) for name in names]
+        above = [max(0.0, 1e3 * item.measured[name].p90 - measured[name]) for name in names]
         axis.errorbar(
-            [item.predicted[name] for name in names],
-            measured,
-            yerr=[
-                [max(0.0, m - item.measured[name].p10) for m, name in zip(measured, names, strict=True)],
-                [max(0.0, item.measured[name].p90 - m) for m, name in zip(measured, names, strict=True)],
-            ],
+            list(predicted.values()),
+            list(measured.values()),
+            yerr=[below, above],
             fmt="o",
             color=MEASURED,
             markersize=4,
             linewidth=0.8,
         )
-        chosen = item.measured[agreement.CHOSEN].seconds
-        axis.plot([item.predicted[agreement.CHOSEN]], [chosen], "*", markersize=12, color=CHOSEN, label="chosen")
-        ends = [0.9 * min([*measured, *item.predicted.values()]), 1.1 * max([*measured, *item.predicted.values()])]
+        chosen = agreement.CHOSEN
+        axis.plot([predicted[chosen]], [measured[chosen]], "*", markersize=12, color=CHOSEN, label="chosen")
+        every = [*measured.values(), *predicted.values()]
+        ends = [0.9 * min(every), 1.1 * max(every)]
         axis.plot(ends, ends, linewidth=0.8, color=FAINT)
         axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=item.case.name)
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            scale.set_major_formatter(StrMethodFormatter("{x:g}"))
+            scale.set_minor_formatter(NullFormatter())
         axis.legend(loc="upper left", frameon=False)
     for axis in axes.flat[len(found) :]:
         axis.set_visible(False)
-    figure.supxlabel("predicted step, s")
-    figure.supylabel("measured step, s (bars: middle 80 %)")
+    figure.supxlabel("predicted step, ms")
+    figure.supylabel("measured step, ms (bars: middle 80 %)")
     _save(figure, path)
 
 
