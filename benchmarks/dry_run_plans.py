@@ -3,10 +3,10 @@
     python -m benchmarks.dry_run_plans [--minutes N] [--out build/dry-run-plans] [JOB ...]        an hour of one core
 
 Every model preset that the executor runs is planned on a cluster where it fits, and one rank of every kind is played
-with fake tensors (`executor.dry_run`).  Compared are the bytes that it holds between two actions of the schedule, and
-its peak: weights, gradients, optimizer states, activations, what modules work in, buffers.  What a device reserves
-besides is in neither.  Plans and ranks that the folder has already are not made again; writes
-benchmarks/results/dry_run_plans.md.  Exit code 1 when a peak is more than 2 % off.
+with fake tensors (`executor.dry_run`), for as many micro-batches as tell a pipeline's memory.  Compared are the bytes
+that it holds between two actions of the schedule, and its peak: weights, gradients, optimizer states, activations,
+what modules work in, buffers.  What a device reserves besides is in neither.  Plans and ranks that the folder has
+already are not made again; writes benchmarks/results/dry_run_plans.md.  Exit code 1 when a peak is more than 2 % off.
 """
 
 from __future__ import annotations
@@ -128,6 +128,30 @@ def plan_of(job: Job, folder: Path) -> Plan:
     return load_document(Plan, path, "plan")
 
 
+def shortened(plan: Plan) -> Plan:
+    """The plan with fewer micro-batches, where more of them only repeat what happens: not under gpipe, which holds all.
+
+    What a pipeline of P stages of V virtual ones holds is at its most within (2 V + 1) P of them.
+    """
+    most = max(
+        plan.num_micro_batches(replica)
+        if plan.pipelines[replica.pipeline].schedule in ("gpipe", "given")
+        else (2 * plan.pipelines[replica.pipeline].num_virtual + 1) * len(plan.pipelines[replica.pipeline].stages)
+        for replica in plan.replicas
+    )
+    replicas = tuple(
+        replica.model_copy(
+            update={
+                "sequences": min(most, plan.num_micro_batches(replica)) * plan.pipelines[replica.pipeline].micro_batch
+            }
+        )
+        for replica in plan.replicas
+    )
+    batch = sum(replica.sequences for replica in replicas)
+    training = plan.training.model_copy(update={"global_batch": batch})
+    return plan.model_copy(update={"replicas": replicas, "training": training})
+
+
 def play(job: Job, folder: Path, progress: Progress, until: float) -> tuple[Plan, list[Row]] | None:
     """All kinds of ranks of a job's plan; None when time is up before they are played."""
     plan, path = plan_of(job, folder), folder / f"{job.name}.rows.json"
@@ -140,7 +164,7 @@ def play(job: Job, folder: Path, progress: Progress, until: float) -> tuple[Plan
         if key not in known:
             if time.monotonic() > until:
                 return None
-            played = dry_run(plan, seat.process)
+            played = dry_run(shortened(plan), seat.process)
             known[key] = {"held": played.held_bytes, "peak": played.peak_bytes}
             write_whole(path, json.dumps(known, indent=1))
         work = formulas.of(seat)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner
 
+from benchmarks.dry_run_plans import Job, play
 from cost_models.rank_work import PlanWork, RankWork, seat_of
 from executor.dry_run import dry_run
 from specs.model import ModelSpec
@@ -125,6 +127,16 @@ def test_real_ranks_hold_what_was_played(gloo_pool: GlooPool, name: str) -> None
         states = played.weight_bytes + played.gradient_bytes + played.optimizer_bytes
         assert static == states
         assert peak >= states + 0.98 * played.activation_bytes
+
+
+def test_a_plan_of_the_solver_fills_what_it_is_predicted_to(tmp_path: Path) -> None:
+    """Peaks within 2 %; `benchmarks/results/dry_run_plans.md` has the larger models."""
+    job = Job("demo", "h100x8", 64, 256)
+    with Progress(disable=True) as progress:
+        played = play(job, tmp_path, progress, until=float("inf"))
+    assert played is not None
+    _, rows = played
+    assert all(abs(row.peak_ratio - 1.0) <= 0.02 and abs(row.held_ratio - 1.0) <= 0.02 for row in rows)
 
 
 def test_command(tmp_path: Path) -> None:
