@@ -79,7 +79,7 @@ def draw_nonuniform(found: Sequence[nonuniform.Outcome], path: Path) -> None:
         axis.barh(place - 0.18, foreseen, 0.34, color=PREDICTED, label="predicted" if first else None)
     axis.set_yticks(range(len(some)), [f"{item.case.name}\n{_where(item.case)}" for item in some])
     axis.axvline(0.0, color="black", linewidth=0.8)
-    axis.set_xlabel("step time saved by a degree for each module, % of the best uniform plan's")
+    axis.set_xlabel("step time saved, % of the best uniform plan's")
     axis.legend(loc="lower right", frameon=False)
     _save(figure, path)
 
