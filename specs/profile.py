@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from specs.base import Document, Spec
 from specs.cluster import ClusterSpec, CollectiveOp, LinkLevel, Precision
@@ -80,6 +80,13 @@ class StepOverhead(Spec):
     other_seconds_per_action: NonNegativeFloat  # per forward or backward of a micro-batch on a stage
     # What a schedule that splits backward passes adds to the computing of those of attention and MLPs, as a part of it.
     split_backward_overhead: NonNegativeFloat
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_whole(cls, given: object) -> object:
+        if isinstance(given, dict) and "split_backward_overhead" not in given:
+            raise ValueError("split_backward_overhead is missing, as in profiles of earlier versions; measure it again")
+        return given
 
 
 class OverlapTiming(Spec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from profiles.collectives import group_layouts, payloads
 from profiles.modules import distinct_model
 from profiles.statistics import undisturbed
 from specs.base import load_document
+from specs.errors import BadInputError
 from specs.layout import Interval
 from specs.model import num_units
 from specs.presets import model_preset
@@ -86,6 +88,15 @@ def test_gradient_sync_after_and_beside_backward(measured: Profile) -> None:
 
 def test_what_split_backward_passes_add(measured: Profile) -> None:
     assert 0.0 <= measured.overhead.split_backward_overhead < 2.0
+
+
+def test_a_profile_of_an_earlier_version_is_to_be_measured_again(measured: Profile, tmp_path: Path) -> None:
+    old = measured.model_dump(mode="json")
+    del old["overhead"]["split_backward_overhead"]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(old))
+    with pytest.raises(BadInputError, match=r"split_backward_overhead is missing.*measure it again"):
+        load_document(Profile, path, "profile")
 
 
 def test_skew_is_between_ranks(measured: Profile) -> None:
