@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.knapsack import ROUNDING, choose
+from planner.knapsack import ROUNDING, choose_beside
 from planner.options import Menu
 from planner.stage import byte_prices
 
@@ -29,8 +29,6 @@ Ints = npt.NDArray[np.int64]
 MAX_PRICES = 24
 # What is tried when what fits on average does not fit at every moment: other mixtures of moments, then less capacity.
 MOST_MIXTURES, MOST_REPAIRS = 4, 8
-# Largest working memories that are tried, those of the least bounds.
-MOST_WORKS = 3
 
 # By virtual stage and kind: (option, how many modules take it).
 Selection = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
@@ -114,7 +112,6 @@ class StageSolver:
     def __init__(self, columns: Columns, capacity: float) -> None:
         self._columns = columns
         self._capacity = capacity
-        self._works: Floats = np.unique(columns.working)[::-1]
         self.num_labels = 0
 
     def most_bytes(self, held: Ints, selection: Selection) -> float:
@@ -179,31 +176,12 @@ class StageSolver:
         return fastest if self.most_bytes(held, _dealt(counts, groups, fastest)) <= self._capacity else None
 
     def _exact(self, groups: Sequence[_Group], capacity: float) -> list[list[tuple[int, int]]] | None:
-        """The most promising largest working memories are tried."""
+        seconds, memory = [group.seconds for group in groups], [group.memory for group in groups]
+        prices = byte_prices(list(zip(seconds, memory, strict=True)), MAX_PRICES)
         working = [self._columns.working[group.kind] for group in groups]
-        least = max(float(own.min()) for own in working)
-        prices = byte_prices([(group.seconds, group.memory) for group in groups], MAX_PRICES)
-        tries = sorted(
-            (_dual(groups, working, work, prices, capacity - work), work) for work in self._works if work >= least
-        )
-        best: tuple[float, list[list[tuple[int, int]]]] | None = None
-        for bound, work in tries[:MOST_WORKS]:
-            cutoff = np.inf if best is None else best[0]
-            if bound >= cutoff:
-                break
-            usable = [np.flatnonzero(own <= work) for own in working]
-            label = choose(
-                [group.number for group in groups],
-                [group.seconds[u] for group, u in zip(groups, usable, strict=True)],
-                [group.memory[u] for group, u in zip(groups, usable, strict=True)],
-                capacity - work,
-                cutoff=cutoff,
-            )
-            self.num_labels += 1
-            if label is not None:
-                chosen = [[(int(u[c]), n) for c, n in own] for own, u in zip(label.selection, usable, strict=True)]
-                best = (label.seconds, chosen)
-        return None if best is None else best[1]
+        label, asked = choose_beside([group.number for group in groups], seconds, memory, working, capacity, prices)
+        self.num_labels += asked
+        return None if label is None else label.selection
 
 
 class _Group(NamedTuple):
@@ -214,15 +192,6 @@ class _Group(NamedTuple):
     number: int
     seconds: Floats
     memory: Floats
-
-
-def _dual(groups: Sequence[_Group], working: Sequence[Floats], work: float, prices: Floats, room: float) -> float:
-    """A bound of the groups' seconds within some working memory."""
-    total = -room * prices
-    for group, own in zip(groups, working, strict=True):
-        some = own <= work
-        total = total + group.number * (group.seconds[some, None] + group.memory[some, None] * prices).min(axis=0)
-    return float(total.max())
 
 
 def _mean(held: Ints, full: Floats | Ints) -> Floats:

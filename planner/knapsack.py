@@ -6,16 +6,17 @@
                 n integer >= 0                                        equal modules are counted, not named
 
 The linear relaxation is solved by its convex hulls (`relax`): it gives a bound, a feasible rounding and the price of
-a byte at the optimum.  Under that price every option has a reduced cost; only labels whose reduced costs add up to
-less than the distance between bound and rounding can be better, so few labels survive (`choose`).
+a byte at the optimum.  Under that price every option has a reduced cost; only outcomes whose reduced costs add up to
+less than the distance between bound and rounding can be better, so few survive (`choose`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from math import comb
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-# Outcomes of modules of one kind that are put together at once, at most.
+# Ways to run the modules of one kind that are listed outright, at most; of more modules halves are put together.
+MOST_LISTED = 2_000
+# Outcomes that are put together at once, at most.
 MOST_GROWN = 100_000
 # Relative slack for sums of floating-point seconds that are equal on paper.
 ROUNDING = 1e-12
@@ -41,25 +44,22 @@ class Relaxation:
 
 @dataclass(frozen=True)
 class Label:
-    """One undominated outcome: totals, and how often each option is taken, by kind."""
+    """An outcome: its seconds, and how often each option is taken, by kind."""
 
     seconds: float
-    tail: float
-    memory: float
     selection: list[list[tuple[int, int]]]
 
 
 def hull(seconds: Floats, memory: Floats) -> list[int]:
     """Options on the lower convex hull, from least memory to least seconds."""
     points: list[int] = []
-    for index in np.lexsort((seconds, memory)):
-        option = int(index)
-        if points and seconds[option] >= seconds[points[-1]]:
+    s, m = seconds.tolist(), memory.tolist()
+    for option in np.lexsort((seconds, memory)).tolist():
+        if points and s[option] >= s[points[-1]]:
             continue
         while len(points) >= 2:
             a, b = points[-2], points[-1]
-            along = (seconds[b] - seconds[a]) * (memory[option] - memory[a])
-            if along < (seconds[option] - seconds[a]) * (memory[b] - memory[a]):
+            if (s[b] - s[a]) * (m[option] - m[a]) < (s[option] - s[a]) * (m[b] - m[a]):
                 break
             points.pop()
         points.append(option)
@@ -109,139 +109,150 @@ def choose(
     if relaxed is None or relaxed.bound >= cutoff:
         return None
     slack = ROUNDING * max(1e-300, relaxed.rounded)
-    if relaxed.rounded - relaxed.bound <= slack:
-        best = Label(relaxed.rounded, 0.0, _total(relaxed.selection, memory), relaxed.selection)
-        return best if best.seconds < cutoff else None
-    limit = min(relaxed.rounded, cutoff) + slack
-    no_tail = [np.zeros_like(values) for values in seconds]
-    labels = enumerate_labels(counts, seconds, no_tail, memory, capacity, price=relaxed.price, limit=limit)
-    if not labels:
+    selection: list[list[tuple[int, int]]] | None = relaxed.selection
+    if relaxed.rounded - relaxed.bound > slack:
+        limit = min(relaxed.rounded, cutoff) + slack
+        selection = _least(counts, seconds, memory, capacity, relaxed.price, limit)
+    if selection is None:
         return None
-    best = min(labels, key=lambda label: label.seconds)
-    return best if best.seconds < cutoff else None
+    found = sum(n * float(s[option]) for s, chosen in zip(seconds, selection, strict=True) for option, n in chosen)
+    return Label(found, selection) if found < cutoff else None
 
 
-def enumerate_labels(
+def choose_beside(
     counts: Sequence[int],
     seconds: Sequence[Floats],
-    tails: Sequence[Floats],
+    memory: Sequence[Floats],
+    working: Sequence[Floats],
+    capacity: float,
+    prices: Floats,
+) -> tuple[Label | None, int]:
+    """As `choose` where the largest working memory of all that is taken needs room, too; and how often that was asked.
+
+    The largest is no sum, so each of its possible values is tried, those of the least bounds first; any `prices` of a
+    byte give bounds.
+    """
+    works = np.unique(np.concatenate(list(working)))
+    works = works[works >= max(float(own.min()) for own in working)]
+    duals = -(capacity - works)[:, None] * prices
+    for count, s, m, own in zip(counts, seconds, memory, working, strict=True):
+        order = np.argsort(own)
+        least = np.minimum.accumulate(s[order, None] + m[order, None] * prices)
+        duals += count * least[np.searchsorted(own[order], works, side="right") - 1]
+    bounds, best, asked = duals.max(axis=1), None, 0
+    for index in np.argsort(bounds).tolist():
+        cutoff = np.inf if best is None else best.seconds
+        if bounds[index] >= cutoff:
+            break
+        usable = [np.flatnonzero(own <= works[index]) for own in working]
+        label = choose(
+            counts,
+            [s[u] for s, u in zip(seconds, usable, strict=True)],
+            [m[u] for m, u in zip(memory, usable, strict=True)],
+            capacity - float(works[index]),
+            cutoff=cutoff,
+        )
+        asked += 1
+        if label is not None:
+            chosen = zip(label.selection, usable, strict=True)
+            best = Label(label.seconds, [[(int(u[option]), n) for option, n in own] for own, u in chosen])
+    return best, asked
+
+
+def _least(
+    counts: Sequence[int],
+    seconds: Sequence[Floats],
     memory: Sequence[Floats],
     capacity: float,
-    *,
     price: float,
     limit: float,
-    max_labels: int = 200_000,
-) -> list[Label]:
-    """All outcomes within `capacity` and at most `limit` seconds that none beats in seconds, tail and memory.
+) -> list[list[tuple[int, int]]] | None:
+    """The selection of least seconds within `capacity`; None when none has at most `limit` seconds.
 
-    `price` (seconds per byte, any number >= 0) only decides how early hopeless labels are seen to be so.
-    Raises `MemoryError` past `max_labels` labels.
+    # seconds = floor + sum of reduced costs + price x (capacity - bytes)      floor = sum of least (seconds + price x
+    #   bytes) - price x capacity;  the last term is >= 0, so reduced costs add up to limit - floor at most
     """
     duals = [s + price * m for s, m in zip(seconds, memory, strict=True)]
-    floor = sum(n * float(d.min()) for n, d in zip(counts, duals, strict=True)) - price * capacity
-    allowance = limit - floor
-    rest = sum(n * float(m.min()) for n, m in zip(counts, memory, strict=True))
-    state = np.zeros((4, 1))  # rows: seconds, tail, memory, reduced cost
-    steps: list[tuple[int, Ints, Ints]] = []
-    for kind, count in enumerate(counts):
-        reduced = duals[kind] - duals[kind].min()
-        options = np.flatnonzero(reduced <= allowance)
-        table = np.stack([seconds[kind], tails[kind], memory[kind], reduced])[:, options]
-        batches = [_Batch(table, np.eye(reduced.size, dtype=np.int64)[options])]
-        least = float(memory[kind].min())
-        while count:
-            power = min(count.bit_length() - 1, len(batches))
-            if power == len(batches):
-                power -= not _double(batches, allowance)
-            while power and state.shape[1] * batches[power].values.shape[1] > MOST_GROWN:
-                power -= 1
-            batch = batches[power]
-            count -= 1 << power
-            rest -= least * (1 << power)
-            grown = _sums(state, batch.values)
-            alive = np.flatnonzero((grown[3] <= allowance) & (grown[2] + rest <= capacity))
-            alive = alive[_undominated(grown[:3, alive])]
-            if not alive.size:
-                return []
-            if alive.size > max_labels:
-                raise MemoryError(f"{alive.size} labels")
-            state = grown[:, alive]
-            parents, own = np.divmod(alive, batch.values.shape[1])
-            steps.append((kind, parents, batch.taken[own]))
-    found = np.flatnonzero(state[0] <= limit)
-    return [_label(state[:, index], int(index), steps, len(counts)) for index in found]
+    least = [float(d.min()) for d in duals]
+    allowance = limit - (sum(n * d for n, d in zip(counts, least, strict=True)) - price * capacity)
+    usable = [np.flatnonzero(d - low <= allowance) for d, low in zip(duals, least, strict=True)]
+    parts = [
+        _outcomes(count, np.stack([s[u] - low, m[u]]), price, allowance)
+        for count, s, low, m, u in zip(counts, seconds, least, memory, usable, strict=True)
+    ]
+    order = sorted(range(len(parts)), key=lambda kind: parts[kind].values.shape[1])
+    rest = sum(float(part.values[1].min()) for part in parts)
+    state = np.zeros((2, 1))
+    steps: list[tuple[Ints, Ints]] = []
+    for kind in order:
+        rest -= float(parts[kind].values[1].min())
+        state, before, own = _together(state, parts[kind].values, price, allowance, capacity - rest)
+        steps.append((before, own))
+    if not state.shape[1]:
+        return None
+    index = int(state[0].argmin())
+    selection: list[list[tuple[int, int]]] = [[] for _ in parts]
+    for kind, (before, own) in zip(reversed(order), reversed(steps), strict=True):
+        taken = parts[kind].taken[own[index]].tolist()
+        selection[kind] = [(option, n) for option, n in zip(usable[kind].tolist(), taken, strict=True) if n]
+        index = int(before[index])
+    return selection
 
 
-class _Batch(NamedTuple):
-    """Undominated outcomes of so many modules of one kind, a power of two: their totals in rows as above, and how often
-    each option is taken, [outcome, option].
+class _Outcomes(NamedTuple):
+    """Undominated outcomes of the modules of one kind: their seconds, less the least (seconds + price x bytes) of each
+    module, and bytes, [row, outcome]; and how often each option is taken, [outcome, option].
     """
 
     values: Floats
     taken: Ints
 
 
-def _double(batches: list[_Batch], allowance: float) -> bool:
-    """Add the outcomes of twice as many modules as the last batch has, if they are few enough."""
-    values, taken = batches[-1]
-    if values.shape[1] ** 2 > MOST_GROWN:
-        return False
-    grown = _sums(values, values)
-    alive = np.flatnonzero(grown[3] <= allowance)
-    alive = alive[_undominated(grown[:3, alive])]
-    first, second = np.divmod(alive, values.shape[1])
-    batches.append(_Batch(grown[:, alive], taken[first] + taken[second]))
-    return True
+def _outcomes(count: int, table: Floats, price: float, allowance: float) -> _Outcomes:
+    """Of `count` modules with options of these values, [row, option]."""
+    num_options = table.shape[1]
+    if count == 1 or comb(count + num_options - 1, count) <= MOST_LISTED:
+        taken = _compositions(count, num_options)
+        values = table @ taken.T
+        kept = _worthwhile(values, price, allowance, np.inf)
+        return _Outcomes(values[:, kept], taken[kept])
+    some, others = (_outcomes(part, table, price, allowance) for part in (count // 2, count - count // 2))
+    values, first, second = _together(some.values, others.values, price, allowance, np.inf)
+    return _Outcomes(values, some.taken[first] + others.taken[second])
 
 
-def _sums(first: Floats, second: Floats) -> Floats:
-    """Every column of the one plus every column of the other."""
-    sums: Floats = (first[:, :, None] + second[:, None, :]).reshape(len(first), -1)
-    return sums
+def _together(first: Floats, second: Floats, price: float, allowance: float, room: float) -> tuple[Floats, Ints, Ints]:
+    """Undominated sums of an outcome of each within both limits, and which two outcomes they are of."""
+    width = max(1, MOST_GROWN // max(1, second.shape[1]))
+    found, pairs = np.empty((2, 0)), np.empty(0, dtype=np.int64)
+    for start in range(0, first.shape[1], width):
+        sums = (first[:, start : start + width, None] + second[:, None, :]).reshape(2, -1)
+        found = np.concatenate([found, sums], axis=1)
+        pairs = np.concatenate([pairs, np.arange(sums.shape[1]) + start * second.shape[1]])
+        kept = _worthwhile(found, price, allowance, room)
+        found, pairs = found[:, kept], pairs[kept]
+    before, after = np.divmod(pairs, second.shape[1])
+    return found, before, after
 
 
-def _label(totals: Floats, index: int, steps: list[tuple[int, Ints, Ints]], num_kinds: int) -> Label:
-    """Walk back through the steps and count the options taken."""
-    taken: dict[int, Ints] = {}
-    for kind, parents, options in reversed(steps):
-        taken[kind] = taken.get(kind, 0) + options[index]
-        index = int(parents[index])
-    selection = [
-        [(int(option), int(taken[kind][option])) for option in np.flatnonzero(taken[kind])] if kind in taken else []
-        for kind in range(num_kinds)
-    ]
-    return Label(float(totals[0]), float(totals[1]), float(totals[2]), selection)
+@lru_cache(maxsize=256)
+def _compositions(count: int, num_options: int) -> Ints:
+    """Every way to take `count` modules in so many options, [way, option]."""
+    if num_options == 1:
+        return np.array([[count]])
+    rows = []
+    for first in range(count + 1):
+        others = _compositions(count - first, num_options - 1)
+        rows.append(np.insert(others, 0, first, axis=1))
+    return np.concatenate(rows)
 
 
-def _undominated(values: Floats) -> Ints:
-    """Columns of (seconds, tail, memory) that no other column equals or beats in all three."""
-    if values.shape[1] and values[1].min() == values[1].max():
-        order = np.lexsort((values[0], values[2]))
-        seconds = values[0, order]
-        best = np.minimum.accumulate(seconds)
-        keep = np.ones(order.size, dtype=bool)
-        keep[1:] = seconds[1:] < best[:-1]
-        return order[keep]
-    order = np.lexsort((values[1], values[0], values[2]))  # by memory, then seconds, then tail
-    seconds, tails = values[0, order], values[1, order]
-    # Sweep by memory; the staircase holds the (seconds, tail) pairs that no earlier one beats.
-    stair_seconds: list[float] = []
-    stair_tails: list[float] = []
-    kept = []
-    for index, (second, tail) in enumerate(zip(seconds.tolist(), tails.tolist(), strict=True)):
-        place = bisect_right(stair_seconds, second)
-        if place and stair_tails[place - 1] <= tail:
-            continue
-        stop = place
-        while stop < len(stair_tails) and stair_tails[stop] >= tail:
-            stop += 1
-        if place and stair_seconds[place - 1] == second:
-            place -= 1
-        stair_seconds[place:stop] = [second]
-        stair_tails[place:stop] = [tail]
-        kept.append(index)
-    return order[np.array(kept, dtype=np.int64)]
-
-
-def _total(selection: list[list[tuple[int, int]]], values: Sequence[Floats]) -> float:
-    return sum(n * float(v[option]) for chosen, v in zip(selection, values, strict=True) for option, n in chosen)
+def _worthwhile(values: Floats, price: float, allowance: float, room: float) -> Ints:
+    """Columns of (seconds, bytes) within both limits that no other one equals or beats in both."""
+    seconds, memory = values
+    alive = np.flatnonzero((seconds + price * memory <= allowance) & (memory <= room))
+    if alive.size > 1:
+        alive = alive[np.lexsort((seconds[alive], memory[alive]))]
+        own = seconds[alive]
+        alive = alive[np.concatenate([[True], own[1:] < np.minimum.accumulate(own)[:-1]])]
+    return alive

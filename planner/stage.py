@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.knapsack import Label, choose, hull
+from planner.knapsack import choose_beside, hull
 from planner.space import Flight
 
 Floats = npt.NDArray[np.float64]
@@ -171,31 +171,23 @@ class StageSolver:
         return used + max(float(self.tables[k].working[option]) for k, option, _ in chosen) <= self.capacity
 
     def _solve(self, content: int, flights: Flights, weighted: Sequence[Floats]) -> StageChoice | None:
-        kinds, counts, memory, works = self._problem(content, flights)
+        kinds = np.flatnonzero(self.counts[content]).tolist()
+        counts = self.counts[content, kinds].tolist()
+        memory = [self.memory(kind, flights) for kind in kinds]
         fastest = [int(np.lexsort((m, weighted[k]))[0]) for k, m in zip(kinds, memory, strict=True)]
         used = sum(n * float(m[c]) for n, m, c in zip(counts, memory, fastest, strict=True))
         if used + max(float(self.tables[k].working[c]) for k, c in zip(kinds, fastest, strict=True)) <= self.capacity:
             return _choice(kinds, [[(c, n)] for n, c in zip(counts, fastest, strict=True)], weighted)
-        best: tuple[float, list[list[tuple[int, int]]]] | None = None
-        for work in works:
-            usable = [np.flatnonzero(self.tables[kind].working <= work) for kind in kinds]
-            seconds = [weighted[kind][u] for kind, u in zip(kinds, usable, strict=True)]
-            bytes_ = [m[u] for m, u in zip(memory, usable, strict=True)]
-            cutoff = np.inf if best is None else best[0]
-            label = choose(counts, seconds, bytes_, self.capacity - work, cutoff=cutoff)
-            self.num_labels += 1
-            if label is not None:
-                best = (label.seconds, _renumber(label, usable))
-        return None if best is None else _choice(kinds, best[1], weighted)
-
-    def _problem(self, content: int, flights: Flights) -> tuple[list[int], list[int], list[Floats], list[float]]:
-        """Kinds present, their counts and bytes, and the possible largest working memories, descending."""
-        kinds = [int(kind) for kind in np.flatnonzero(self.counts[content])]
-        counts = [int(self.counts[content, kind]) for kind in kinds]
-        memory = [self.memory(kind, flights) for kind in kinds]
-        least = max(float(self.tables[kind].working.min()) for kind in kinds)
-        every = np.unique(np.concatenate([self.tables[kind].working for kind in kinds]))
-        return kinds, counts, memory, every[every >= least][::-1].tolist()
+        label, asked = choose_beside(
+            counts,
+            [weighted[kind] for kind in kinds],
+            memory,
+            [self.tables[kind].working for kind in kinds],
+            self.capacity,
+            self._prices,
+        )
+        self.num_labels += asked
+        return None if label is None else _choice(kinds, label.selection, weighted)
 
 
 def _choice(kinds: list[int], selection: list[list[tuple[int, int]]], weighted: Sequence[Floats]) -> StageChoice:
@@ -205,10 +197,6 @@ def _choice(kinds: list[int], selection: list[list[tuple[int, int]]], weighted: 
         by_kind[kind] = tuple(chosen)
         total += sum(number * float(weighted[kind][option]) for option, number in chosen)
     return StageChoice(total, tuple(by_kind))
-
-
-def _renumber(label: Label, usable: list[npt.NDArray[np.int64]]) -> list[list[tuple[int, int]]]:
-    return [[(int(u[option]), n) for option, n in chosen] for chosen, u in zip(label.selection, usable, strict=True)]
 
 
 def byte_prices(sample: Sequence[tuple[Floats, Floats]], most: int) -> Floats:
