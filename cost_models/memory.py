@@ -21,7 +21,7 @@ from specs.cluster import Precision
 from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
 from specs.model import Attention, Module
 from specs.plan import MemoryTerms, ModulePlacement, Plan, Recompute
-from specs.schedule import Held, most_held
+from specs.schedule import Held, most_held, repeats
 from specs.tensors import local_rows, sharding_level, tensors_of
 
 WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
@@ -239,7 +239,9 @@ class PlanMemory:
         groups = [module_groups(run, self._chain) for run in layout.stages[stage].runs()]
         cuts = layout.stages[stage].chunk_cuts(layout.micro_batch * self._plan.training.seq_len)
         sequences = max(replica.sequences for replica in self._plan.replicas if replica.pipeline == pipeline)
-        moments = most_held(layout.stage_actions(sequences // layout.micro_batch)[stage])
+        number = sequences // layout.micro_batch
+        few = repeats(layout.schedule, num_stages=len(layout.stages), num_micro_batches=number).few
+        moments = most_held(layout.stage_actions(few)[stage])
         key = (cuts, layout.context_parallel, tuple(tuple(group.key() for group in of_run) for of_run in groups))
         if key not in self._parts:
             ranks = range(len(cuts) - 1)

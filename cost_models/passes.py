@@ -12,13 +12,12 @@ from cost_models.context import with_exchange
 from cost_models.flops import SPLIT_KINDS, largest_units, local_kv_heads, weight_gradient_share
 from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ModuleGroup, module_groups, share_of
-from cost_models.pipeline import PipelineTiming, Span, action_spans, simulate_actions
+from cost_models.pipeline import PipelineTiming, Span, action_spans, simulate, simulate_actions
 from cost_models.sharding import MicroBatchSeconds
 from cost_models.topology import ReplicaClass, Topology
 from specs.layout import Cuts, block_of, block_starts
 from specs.model import Attention, Module
 from specs.plan import Pipeline, Plan, Recompute, Stage
-from specs.schedule import Actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,14 @@ class ReplicaPass:
     num_micro_batches: int
     stages: tuple[StagePass, ...]
     timing: PipelineTiming
-    actions: tuple[Actions, ...]
+    pipeline: Pipeline
     places: tuple[StagePass, ...]  # every virtual stage, in the order of the chain
     transfer_seconds: tuple[float, ...]  # from each of them to the next
 
     def spans(self) -> list[Span]:
         """When each action of the step runs."""
         return action_spans(
-            self.actions,
+            self.pipeline.stage_actions(self.num_micro_batches),
             [place.forward for place in self.places],
             [place.backward for place in self.places],
             self.transfer_seconds,
@@ -89,8 +88,7 @@ def replica_pass(
     pipeline = plan.pipelines[replica.pipeline]
     num_stages = len(pipeline.stages)
     num_micro_batches = replica.sequences // pipeline.micro_batch
-    actions = pipeline.stage_actions(num_micro_batches)
-    splits = [any(action.kind == "W" for action in own) for own in actions]
+    splits = _splits(pipeline, num_micro_batches)
     known: dict[tuple[object, ...], _GroupPass] = {}
     runs = [
         [
@@ -109,15 +107,36 @@ def replica_pass(
         _transfer_seconds(plan, costs, topology, replica, place % num_stages, (place + 1) % num_stages)
         for place in range(len(places) - 1)
     ]
-    timing = simulate_actions(
-        actions,
-        [place.forward for place in places],
-        [place.backward for place in places],
-        transfers,
-        weight_seconds=[place.weight for place in places],
-    )
+    timing = _timing(pipeline, num_micro_batches, places, transfers)
     return ReplicaPass(
-        replica, num_micro_batches, tuple(map(_together, runs)), timing, actions, tuple(places), tuple(transfers)
+        replica, num_micro_batches, tuple(map(_together, runs)), timing, pipeline, tuple(places), tuple(transfers)
+    )
+
+
+def _splits(pipeline: Pipeline, num_micro_batches: int) -> list[bool]:
+    """Of every stage, whether its backward passes come in two parts."""
+    if pipeline.actions is None:
+        return [pipeline.schedule == "zb-h1"] * len(pipeline.stages)
+    return [any(action.kind == "W" for action in own) for own in pipeline.stage_actions(num_micro_batches)]
+
+
+def _timing(
+    pipeline: Pipeline, num_micro_batches: int, places: Sequence[StagePass], transfers: Sequence[float]
+) -> PipelineTiming:
+    """The schedule on these stages."""
+    forward, backward = [place.forward for place in places], [place.backward for place in places]
+    weight = [place.weight for place in places]
+    if pipeline.actions is not None:
+        actions = pipeline.stage_actions(num_micro_batches)
+        return simulate_actions(actions, forward, backward, transfers, weight_seconds=weight)
+    return simulate(
+        pipeline.schedule,
+        forward,
+        backward,
+        transfers,
+        num_micro_batches,
+        weight_seconds=weight,
+        num_virtual=pipeline.num_virtual,
     )
 
 

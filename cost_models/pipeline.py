@@ -5,13 +5,17 @@ Seconds are given per virtual stage in chain order, P V of them; without virtual
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from specs.schedule import Action, Actions, Schedule, pipeline_actions, run_order
+from specs.schedule import Action, Actions, Schedule, pipeline_actions, repeats, run_order
+
+# Ends of a turn that moved by amounts this near to each other, of the time gone by, moved alike.
+ROUNDING = 1e-14
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +31,79 @@ class PipelineTiming:
     idle_seconds: tuple[float, ...]
 
 
+class _Step(NamedTuple):
+    """An action as the simulation needs it: its stage, which seconds it takes, how many steps before it the one ran
+    whose result it needs, and over which link that came (the last but one: over none; the last: nothing is needed).
+    """
+
+    stage: int
+    seconds: int
+    back: int
+    link: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Steps in an order in which they can run: (stage, which seconds, source step or -1, link or -1)."""
+    """Steps in an order in which they can run: `first`, then `again` any number of times, then `rest`.
+
+    `reach`: of the steps before `again` or `rest`, the last ones whose ends what follows asks for.
+    """
 
     num_stages: int
     num_places: int
-    actions: tuple[Action, ...]
-    steps: tuple[tuple[int, int, int, int], ...]
+    first: tuple[_Step, ...]
+    again: tuple[_Step, ...] = ()
+    rest: tuple[_Step, ...] = ()
+    reach: int = 0
 
 
 def _program(actions: tuple[Actions, ...]) -> _Program:
     num_stages = len(actions)
     num_places = num_stages * (1 + max(action.virtual for own in actions for action in own))
     steps = []
-    order = run_order(actions)
-    for stage, action, source in order:
+    for number, (stage, action, source) in enumerate(run_order(actions)):
         place = action.virtual * num_stages + stage
-        link = -1
-        if action.kind == "F":
+        link = num_places - 1
+        if source is None:
+            link = num_places
+        elif action.kind == "F":
             link = place - 1
         elif action.kind != "W" and place < num_places - 1:
             link = place
         seconds = "FBIW".index(action.kind) * num_places + place
-        steps.append((stage, seconds, -1 if source is None else source, link))
-    return _Program(num_stages, num_places, tuple(step.action for step in order), tuple(steps))
+        steps.append(_Step(stage, seconds, 1 if source is None else number - source, link))
+    return _Program(num_stages, num_places, tuple(steps))
 
 
 _program_of_given = lru_cache(maxsize=64)(_program)
 
 
-@lru_cache(maxsize=512)
-def _program_of(schedule: Schedule, num_stages: int, num_micro_batches: int, num_virtual: int) -> _Program:
+def _program_of(schedule: Schedule, num_stages: int, num_micro_batches: int, num_virtual: int) -> tuple[_Program, int]:
+    """A schedule's program, and how often `again` runs in it."""
+    few, turn, times = repeats(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    if not times:
+        return _program_of_all(schedule, num_stages, num_micro_batches, num_virtual), 0
+    return _program_of_turns(schedule, num_stages, few, num_virtual, turn), times
+
+
+@lru_cache(maxsize=256)
+def _program_of_all(schedule: Schedule, num_stages: int, num_micro_batches: int, num_virtual: int) -> _Program:
     return _program(
         pipeline_actions(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, num_virtual=num_virtual)
     )
+
+
+@lru_cache(maxsize=256)
+def _program_of_turns(schedule: Schedule, num_stages: int, few: int, num_virtual: int, turn: int) -> _Program:
+    """The program of a `few` micro-batches, divided after the first turn that is like the one that follows it."""
+    program = _program_of_all(schedule, num_stages, few, num_virtual)
+    steps, length = program.first, (3 if schedule == "zb-h1" else 2) * turn * num_stages * num_virtual
+    stop = next(
+        stop for stop in range(length, len(steps)) if steps[stop - length : stop] == steps[stop : stop + length]
+    )
+    again, rest = steps[stop - length : stop], steps[stop:]
+    reach = max(step.back - number for part in (again, rest) for number, step in enumerate(part))
+    return replace(program, first=steps[:stop], again=again, rest=rest, reach=max(reach, length))
 
 
 def _seconds(forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]) -> list[float]:
@@ -71,21 +113,59 @@ def _seconds(forward: Sequence[float], backward: Sequence[float], weight: Sequen
     return [*forward, *backward, *inputs, *weight]
 
 
-def _play(program: _Program, seconds: Sequence[float], transfer: Sequence[float]) -> tuple[list[float], PipelineTiming]:
-    """When each step ends."""
-    links = [*transfer, 0.0]  # the last one stands for no transfer
+def _play(
+    program: _Program, seconds: Sequence[float], transfer: Sequence[float], times: int = 0
+) -> tuple[list[float], PipelineTiming]:
+    """When each step ends (of those left out: none), `again` run so many `times`.
+
+    A turn adds to each end what the longest waits add up to, so it maps ends to ends, none of which ever moves by more
+    than the one that moved most before it.  Two turns that leave all ends that count later by the same distance behind,
+    within rounding, so do all that follow, and the rest of them is one multiplication.
+    """
+    links = [*transfer, 0.0, -math.inf]
     assert len(seconds) == 4 * program.num_places
-    assert len(links) == program.num_places
-    free_at, busy = [0.0] * program.num_stages, [0.0] * program.num_stages
-    ends = [0.0] * (len(program.steps) + 1)  # the last one stands for no source
-    for number, (stage, cost, source, link) in enumerate(program.steps):
-        start, arrived = free_at[stage], ends[source] + links[link]
+    assert len(links) == program.num_places + 1
+    first, again, rest = (
+        [(stage, seconds[cost], back, links[link]) for stage, cost, back, link in part]
+        for part in (program.first, program.again, program.rest)
+    )
+    free_at, ends = [0.0] * program.num_stages, [0.0]  # the first step looks back on the beginning
+    _run(first, free_at, ends)
+    for left in reversed(range(times)):
+        _run(again, free_at, ends)
+        gained = _steady(ends, len(again), program.reach)
+        if gained is not None:
+            ends += [end + left * gained for end in ends[-program.reach :]]
+            free_at = [end + left * gained for end in free_at]
+            break
+    _run(rest, free_at, ends)
+    busy = [0.0] * program.num_stages
+    for part, number in ((first, 1), (again, times), (rest, 1)):
+        for stage, cost, _, _ in part:
+            busy[stage] += number * cost
+    idle = tuple(max(0.0, finish - own) for finish, own in zip(free_at, busy, strict=True))
+    return ends[1:], PipelineTiming(max(free_at), tuple(free_at), idle)
+
+
+def _run(steps: Sequence[tuple[int, float, int, float]], free_at: list[float], ends: list[float]) -> None:
+    """Steps of (stage, seconds, back, seconds of the link)."""
+    for stage, seconds, back, link in steps:
+        start, arrived = free_at[stage], ends[-back] + link
         if arrived > start:
             start = arrived
-        free_at[stage] = ends[number] = start + seconds[cost]
-        busy[stage] += seconds[cost]
-    idle = tuple(max(0.0, finish - own) for finish, own in zip(free_at, busy, strict=True))
-    return ends[:-1], PipelineTiming(max(free_at), tuple(free_at), idle)
+        free_at[stage] = end = start + seconds
+        ends.append(end)
+
+
+def _steady(ends: Sequence[float], length: int, reach: int) -> float | None:
+    """By how much the last turn of `length` steps moved all of the last ends; None if not all alike."""
+    gained, rounding = ends[-1] - ends[-1 - length], ROUNDING * ends[-1]
+    if len(ends) < reach + length:
+        return None
+    for number in range(1, reach + 1):
+        if abs(ends[-number] - ends[-number - length] - gained) > rounding:
+            return None
+    return gained
 
 
 def simulate(
@@ -104,8 +184,8 @@ def simulate(
     the backward that a split one may do later (none: 0).  `transfer_seconds[k]` passes between the end of an action on
     place k and the earliest start of its successor on k + 1 (and back).  Transfers occupy no stage.
     """
-    program = _program_of(schedule, len(forward_seconds) // num_virtual, num_micro_batches, num_virtual)
-    return _play(program, _seconds(forward_seconds, backward_seconds, weight_seconds), transfer_seconds)[1]
+    program, times = _program_of(schedule, len(forward_seconds) // num_virtual, num_micro_batches, num_virtual)
+    return _play(program, _seconds(forward_seconds, backward_seconds, weight_seconds), transfer_seconds, times)[1]
 
 
 def simulate_actions(
@@ -143,8 +223,8 @@ def action_spans(
     seconds = _seconds(forward_seconds, backward_seconds, weight_seconds)
     ends, _ = _play(program, seconds, transfer_seconds)
     return [
-        Span(stage, action, end - seconds[cost], end)
-        for action, (stage, cost, _, _), end in zip(program.actions, program.steps, ends, strict=True)
+        Span(stage, action, end - seconds[step.seconds], end)
+        for (stage, action, _), step, end in zip(run_order(actions), program.first, ends, strict=True)
     ]
 
 

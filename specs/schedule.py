@@ -102,6 +102,30 @@ def pipeline_actions(
     )
 
 
+class Repeats(NamedTuple):
+    """A step of many micro-batches: one of a `few`, with `times` more turns of `turn` micro-batches in its middle."""
+
+    few: int
+    turn: int
+    times: int
+
+
+def repeats(schedule: Schedule, *, num_stages: int, num_micro_batches: int) -> Repeats:
+    """What repeats in a step.
+
+    Once a pipeline is full, every turn of micro-batches does in `run_order` what the one before did, until it drains.
+    `few` are the fewest in which that shows, up to a turn; stages never hold more than with these.
+    """
+    turn, few = 1, num_stages + 1
+    if schedule == "zb-h1":
+        few = 3 * num_stages
+    elif schedule == "interleaved":
+        turn, few = num_stages, 4 * num_stages
+    if schedule in ("gpipe", "given") or num_micro_batches <= few or num_micro_batches % turn:
+        return Repeats(num_micro_batches, turn, 0)
+    return Repeats(few, turn, (num_micro_batches - few) // turn)
+
+
 class Held(NamedTuple):
     """Micro-batches that a stage holds at one moment, by virtual stage.
 

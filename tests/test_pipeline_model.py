@@ -201,12 +201,42 @@ def test_simulation_is_the_longest_path(case) -> None:
         schedule, forward, backward, transfer, num_micro_batches, weight_seconds=weight, num_virtual=num_virtual
     )
     assert timing.makespan_seconds == pytest.approx(max(ends.values()))
-    assert timing == simulate_actions(actions, forward, backward, transfer, weight_seconds=weight)
+    same = simulate_actions(actions, forward, backward, transfer, weight_seconds=weight)
+    assert timing.finish_seconds == pytest.approx(same.finish_seconds, rel=1e-12)
+    assert timing.idle_seconds == pytest.approx(same.idle_seconds, rel=1e-9, abs=1e-9)
     spans = action_spans(actions, forward, backward, transfer, weight_seconds=weight)
     assert {(span.stage, span.action): span.stop for span in spans} == pytest.approx(ends)
     for stage, (finish, idle) in enumerate(zip(timing.finish_seconds, timing.idle_seconds, strict=True)):
         work = sum(span.stop - span.start for span in spans if span.stage == stage)
         assert finish == pytest.approx(idle + work)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "zb-h1", "interleaved"]),
+    st.integers(1, 7),
+    st.integers(2, 4),
+    st.integers(0, 40),
+    st.lists(st.one_of(SECONDS, st.sampled_from([1.0, 2.0, 2.0 + 1e-9])), min_size=28, max_size=28),
+    st.lists(st.sampled_from([0.0, 0.1, 3.0]), min_size=27, max_size=27),
+)
+def test_turns_that_repeat_are_what_the_whole_schedule_does(
+    schedule: Schedule, num_stages: int, num_virtual: int, more: int, sizes: list[float], links: list[float]
+) -> None:
+    """Long steps, where the simulation leaves out turns, against every action of the whole step played."""
+    num_virtual = num_virtual if schedule == "interleaved" and num_stages > 1 else 1
+    schedule = schedule if num_virtual > 1 or schedule != "interleaved" else "1f1b"
+    places = num_stages * num_virtual
+    forward, transfer = sizes[:places], links[: places - 1]
+    backward = [f + w for f, w in zip(sizes[-places:], forward, strict=True)]
+    m = 4 * num_stages + more * (num_stages if schedule == "interleaved" else 1)
+    actions = pipeline_actions(schedule, num_stages=num_stages, num_micro_batches=m, num_virtual=num_virtual)
+    options = {"weight_seconds": forward}
+    short = simulate(schedule, forward, backward, transfer, m, num_virtual=num_virtual, **options)
+    whole = simulate_actions(actions, forward, backward, transfer, **options)
+    assert short.makespan_seconds == pytest.approx(whole.makespan_seconds, rel=1e-12)
+    assert short.finish_seconds == pytest.approx(whole.finish_seconds, rel=1e-12)
+    assert short.idle_seconds == pytest.approx(whole.idle_seconds, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=300)

@@ -21,6 +21,7 @@ from specs.schedule import (
     most_held,
     parse_actions,
     pipeline_actions,
+    repeats,
     stage_actions,
     traffic,
 )
@@ -87,6 +88,24 @@ def test_interleaved_holds_what_its_warm_up_says(num_stages: int, num_virtual: i
         )
         ahead = 2 * (num_stages - 1 - stage) + (num_virtual - 1) * num_stages + 1
         assert max(sum(held.kept) for held in most_held(actions)) == min(ahead, turns * num_stages * num_virtual)
+
+
+@given(
+    st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved"]), st.integers(1, 6), st.integers(2, 3), st.integers(1, 60)
+)
+def test_longer_steps_repeat_turns_and_hold_no_more(
+    schedule: Schedule, num_stages: int, num_virtual: int, m: int
+) -> None:
+    if schedule != "interleaved" or num_stages == 1:
+        schedule, num_virtual = "1f1b" if schedule == "interleaved" else schedule, 1
+    few, turn, times = repeats(schedule, num_stages=num_stages, num_micro_batches=m)
+    assert few + times * turn == m
+    for stage in range(num_stages):
+        short, whole = (
+            stage_actions(schedule, stage=stage, num_stages=num_stages, num_micro_batches=n, num_virtual=num_virtual)
+            for n in (few, m)
+        )
+        assert most_held(short) == most_held(whole)
 
 
 def words() -> st.SearchStrategy[Actions]:
