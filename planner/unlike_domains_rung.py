@@ -9,19 +9,17 @@ which no plan of these ranks is below.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
 from cost_models.interface import CostModel
 from planner.constraints import Constraints
 from planner.describe import describe
-from planner.grid_search import Incumbent
 from planner.ladder import NOTHING
 from planner.layout import Layout
 from planner.problem import Pricer, Problem, make_searcher
 from planner.search import TOLERANCE, Engine, Freedom
-from planner.space import Grid
+from planner.shapes import best_of, promising, shape_of
 from planner.unlike_domains import Fitted, Whole, as_whole, fit, slowed
 from planner.work_bound import work_bound
 from specs.plan import Alternative, Certificate, LadderRung, Objective, Plan
@@ -31,8 +29,6 @@ EQUAL_SHARE = 0.5
 # Layouts of the whole cluster that are fitted in the ways that most often win, and of those in every way.
 TRIES = 12
 FULLY = 6
-# How close to its bound each of them is searched.
-CLOSE = 2e-3
 
 
 def unlike_domains(problem: Problem, objective: Objective, freedom: Freedom) -> Whole | None:
@@ -68,34 +64,20 @@ class _Fitting:
             self.seconds, self.value = made.predicted.step_time_seconds, made.certificate.objective_value
 
     def run(self, deadline: float) -> None:
-        for promise, grids in self._promising():
+        shapes = promising(
+            self._searcher,
+            lambda grid: slowed(grid, self._whole),
+            lambda grid: (*shape_of(grid), grid.micro_batch),  # the micro-batch says how much can be dealt
+        )
+        for promise, grids in shapes:
             if len(self.tried) == TRIES or promise >= self.value or time.monotonic() > deadline:
                 break
-            layout = self._best_of(grids, deadline)
+            layout = best_of(grids, self._searcher, self._pricer.seconds, within=self.seconds, deadline=deadline)
             if layout is not None:
                 self._fit(layout, deadline, quickly=True)
         for _, layout in sorted(self.tried, key=lambda one: one[0])[:FULLY]:
             if time.monotonic() < deadline:
                 self._fit(layout, deadline, quickly=False)
-
-    def _promising(self) -> list[tuple[float, list[Grid]]]:
-        """Grid points by shape and micro-batch, with what one may take at best after the loss (a guess), shortest
-        first.
-        """
-        groups: defaultdict[tuple[int, int, int, int], list[Grid]] = defaultdict(list)
-        for grid in self._searcher.grids:
-            groups[grid.num_stages, grid.num_ranks, grid.num_replicas, grid.micro_batch].append(grid)
-        quick = self._searcher.quick_bound
-        guessed = [(min(map(quick, own)) * slowed(own[0], self._whole), own) for own in groups.values()]
-        return sorted((one for one in guessed if one[0] < float("inf")), key=lambda one: one[0])
-
-    def _best_of(self, grids: list[Grid], deadline: float) -> Layout | None:
-        """The fastest layout of some grid points, if it is faster than the best so far is with fewer ranks."""
-        searcher = self._searcher.within(self._searcher.capacity)
-        incumbent = Incumbent(self._pricer.seconds, self.seconds)
-        searcher.grids = grids
-        searcher.search("modules", incumbent, deadline=deadline, tolerance=CLOSE)
-        return incumbent.layout
 
     def _fit(self, layout: Layout, deadline: float, *, quickly: bool) -> None:
         plan = self._pricer.plan(layout)

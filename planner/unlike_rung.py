@@ -1,7 +1,12 @@
 """The last rung of the ladder where ranks have unlike speeds: which layouts to adapt to them, and what it bought.
 
-The best layouts for equal ranks of several shapes are adapted (`planner.unlike`), for the shape that is best with
-adapted shares and cuts is rarely the one that suffers least from a slow rank with even ones.
+The shape that is best with adapted shares and cuts is rarely the one that is best with equal ranks.  So the best
+layouts of several shapes are adapted (`planner.unlike`), those first that promise most:
+
+    promised = t / mean over groups of v      t seconds with equal ranks; a group: a stage of a replica; v speed of its
+                                              slowest rank: layers and micro-batches can be moved from group to group
+
+Shapes that the search priced come first; of others, which equal ranks ruled out, t is a bound.
 """
 
 from __future__ import annotations
@@ -12,16 +17,19 @@ from dataclasses import replace
 from planner.describe import describe
 from planner.grid_search import Incumbent
 from planner.ladder import NOTHING, climb
-from planner.layout import Layout
+from planner.layout import Layout, make_replicas
 from planner.problem import Pricer, Problem
 from planner.search import TOLERANCE, Freedom, Searcher
+from planner.shapes import Shape, best_of, promising, shape_of
+from planner.space import Grid, Topology
 from planner.unlike import Adapted, adapt
+from specs.cluster import ClusterSpec
 from specs.plan import LadderRung, Plan
 
 # Part of the time for layouts that treat all ranks alike: no bound of theirs knows of slow ranks, so few are ruled out.
 EQUAL_SHARE = 0.25
 # Shapes (stages, ranks, replicas) whose best layout is adapted.
-SHAPES = 4
+SHAPES = 8
 
 
 def for_unlike_devices(
@@ -34,7 +42,8 @@ def for_unlike_devices(
     assert made.predicted is not None
     assert made.certificate is not None
     equal = replace(problem, cluster=problem.cluster.model_copy(update={"slow": {}}))
-    incumbent = Incumbent(Pricer(equal, searcher).seconds)
+    equal_pricer = Pricer(equal, searcher)
+    incumbent = Incumbent(equal_pricer.seconds)
     outcome = climb(searcher.within(searcher.capacity), incumbent, freedom, deadline=deadline)[-1].outcome
     pricer, costs = Pricer(problem, searcher), searcher.source.costs
     fixed = searcher.rules.boundaries is not None
@@ -46,12 +55,30 @@ def for_unlike_devices(
         return found.seconds if by_step else tokens / found.predicted.goodput_tokens_per_second
 
     best, base = Adapted(made, made.predicted), layout
-    for number, other in enumerate(_distinct(layout, incumbent)):
-        if number and time.monotonic() > deadline:
-            break
+
+    def offer(other: Layout) -> None:
+        nonlocal best, base
         found = adapt(pricer.plan(other), costs, problem.memory_bytes, fixed_stages=fixed)
         if value(found) < value(best):
             best, base = found, other
+
+    def promised(seconds: float, grid: Grid) -> float:
+        return seconds / mean_speed(grid, problem.cluster, searcher.topology)
+
+    offer(layout)
+    seen = {shape_of(layout.grid)}
+    for other in sorted(_best_by_shape(incumbent), key=lambda other: promised(incumbent.priced[other], other.grid)):
+        if len(seen) <= SHAPES and time.monotonic() < deadline:
+            seen.add(shape_of(other.grid))
+            offer(other)
+    for promise, grids in promising(searcher, lambda grid: promised(1.0, grid)):
+        if len(seen) > SHAPES or promise >= value(best) or time.monotonic() > deadline:
+            break
+        if shape_of(grids[0]) not in seen:
+            found = best_of(grids, searcher, equal_pricer.seconds, within=best.seconds, deadline=deadline)
+            if found is not None:
+                seen.add(shape_of(grids[0]))
+                offer(found)
     gain = 1.0 - value(best) / made.certificate.objective_value
     changes = "".join(f", {change}" for change in best.changes)
     rung = LadderRung(
@@ -80,11 +107,19 @@ def for_unlike_devices(
     )
 
 
-def _distinct(first: Layout, incumbent: Incumbent) -> list[Layout]:
-    """A layout, and the best of every shape of those that were priced, the fastest shapes first."""
-    found: dict[tuple[int, int, int], Layout] = {}
+def _best_by_shape(incumbent: Incumbent) -> list[Layout]:
+    best: dict[Shape, Layout] = {}
     for layout, seconds in sorted(incumbent.priced.items(), key=lambda item: item[1]):
-        grid = layout.grid
-        if len(found) < SHAPES and seconds < float("inf"):
-            found.setdefault((grid.num_stages, grid.num_ranks, grid.num_replicas), layout)
-    return list(dict.fromkeys([first, *found.values()]))
+        if seconds < float("inf"):
+            best.setdefault(shape_of(layout.grid), layout)
+    return list(best.values())
+
+
+def mean_speed(grid: Grid, cluster: ClusterSpec, topology: Topology) -> float:
+    """Mean over the stages of all replicas of the speed of their slowest rank."""
+    groups = [
+        [replica.ranks[start : start + grid.num_ranks] for start in range(0, len(replica.ranks), grid.num_ranks)]
+        for replica in make_replicas(grid, topology)
+    ]
+    speeds = [min(cluster.slow.get(rank, 1.0) for rank in group) for row in groups for group in row]
+    return sum(speeds) / len(speeds)

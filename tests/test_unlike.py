@@ -13,9 +13,12 @@ from pydantic import ValidationError
 from cost_models.sources import device_costs
 from cost_models.speeds import with_speeds
 from cost_models.step import price
+from planner.ladder import climb
 from planner.make import make_plan
 from planner.problem import Problem
+from planner.space import Grid, Topology
 from planner.unlike import adapt, proportional_cuts, replace_parts
+from planner.unlike_rung import mean_speed
 from specs.cluster import ClusterSpec
 from specs.errors import BadInputError
 from specs.model import num_units
@@ -152,7 +155,7 @@ def test_the_rung_pays_on_a_real_model(unlike, least):
     else:
         machine = load_cluster("h100x16").model_copy(update={"slow": unlike})
     problem = Problem(model, machine, training, MADE)
-    plan = make_plan(problem, device_costs, objective="step-time", freedom="modules")
+    plan = make_plan(problem, device_costs, objective="step-time", freedom="modules", time_limit_seconds=20)
     rung = plan.ladder[-1]
     assert rung.freedom == "+ unlike devices"
     assert rung.gain_over_previous > least
@@ -161,3 +164,29 @@ def test_the_rung_pays_on_a_real_model(unlike, least):
     assert again.step_time_seconds == pytest.approx(plan.predicted.step_time_seconds)
     assert plan.predicted.peak_memory_bytes <= problem.memory_bytes
     assert plan.certificate.bound <= plan.certificate.objective_value
+
+
+def test_shapes_that_the_search_has_not_priced_are_adapted(monkeypatch):
+    """Ruled out with equal ranks, or without time for them: here the search knows even stages of whole nodes only."""
+
+    def of_whole_nodes(searcher, incumbent, _, *, deadline):
+        own = searcher.within(searcher.capacity)
+        own.grids = [grid for grid in own.grids if grid.num_ranks == 8]
+        return climb(own, incumbent, "uniform", deadline=deadline)
+
+    for module in ("make", "unlike_rung"):
+        monkeypatch.setattr(f"planner.{module}.climb", of_whole_nodes)
+    machine = load_cluster("h100x16").model_copy(update={"slow": {3: 0.8, 12: 0.7}})
+    problem = Problem(load_model("llama-3-8b"), machine, TrainingSpec(global_batch=128, seq_len=8192), MADE)
+    plan = make_plan(problem, device_costs, objective="step-time", freedom="modules", time_limit_seconds=30, top_k=0)
+    assert plan.predicted.step_time_seconds < 7.6
+    assert plan.predicted.peak_memory_bytes <= problem.memory_bytes
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 2), (2, 4, 2), (4, 1, 4)])
+def test_a_group_goes_at_the_speed_of_its_slowest_rank(shape):
+    machine = load_cluster("h100x16").model_copy(update={"slow": {3: 0.8, 12: 0.7, 13: 0.5}})
+    stages, ranks, replicas = shape
+    grid = Grid(stages, ranks, replicas, 1, 8, "1f1b", 0)
+    expected = {(1, 8, 2): 0.65, (2, 4, 2): (2 + 0.8 + 0.5) / 4, (4, 1, 4): (13 + 0.8 + 0.7 + 0.5) / 16}[shape]
+    assert mean_speed(grid, machine, Topology(machine)) == pytest.approx(expected)
