@@ -7,8 +7,8 @@ same holders share a bucket.  Work is done per pipeline and stage, never per rep
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -78,8 +78,13 @@ class _Place:
         return [(self.pipeline, self.stage, rank) for rank in range(sum(self.placement.blocks))]
 
     def key(self) -> tuple[object, ...]:
+        """Equal for modules that lie alike, on whichever stages."""
         placement = self.placement
-        return (self.pipeline, self.stage, id(self.module), placement.blocks, placement.cuts, placement.zero)
+        return (id(self.module), placement.blocks, placement.cuts, placement.zero)
+
+
+# A stage of a pipeline.
+_Where = tuple[int, int]
 
 
 def holdings(plan: Plan) -> Holdings:
@@ -91,36 +96,73 @@ def holdings(plan: Plan) -> Holdings:
             for placement in stage.modules:
                 places[placement.module].append(_Place(number, index, chain[placement.module], placement))
     tensors: defaultdict[str, list[tuple[TensorSpec, _Place]]] = defaultdict(list)
-    sizes: defaultdict[_Key, int] = defaultdict(int)
-    num_modules: defaultdict[_Key, int] = defaultdict(int)
-    copied: defaultdict[Member, int] = defaultdict(int)
-    alike: defaultdict[tuple[object, ...], int] = defaultdict(int)
-    example: dict[tuple[object, ...], list[_Place]] = {}
-    shared = {"embedding", "head"}
-    for name, where in places.items():
-        if name in shared:
+    alike: defaultdict[tuple[_Where, ...], dict[tuple[object, ...], _Alike]] = defaultdict(dict)
+    for name, own in places.items():
+        if name in ("embedding", "head"):  # which may share their weights
             for tensor in tensors_of(chain[name]):
-                tensors[parameter_name(name, chain[name], tensor)] += [(tensor, place) for place in where]
-        else:
-            key: tuple[object, ...] = tuple(place.key() for place in where)
-            alike[key] += 1
-            example[key] = where
+                tensors[parameter_name(name, chain[name], tensor)] += [(tensor, place) for place in own]
+            continue
+        of_stages = alike[tuple((place.pipeline, place.stage) for place in own)]
+        key = tuple(place.key() for place in own)
+        known = of_stages.get(key)
+        of_stages[key] = _Alike(own, known.number + 1 if known else 1)
+    found = _Found()
     for holders in tensors.values():
-        for touched in _add(holders, 1, sizes, copied):
-            num_modules[touched] += 1
-    for key, count in alike.items():
-        of_module = set()
-        for tensor in tensors_of(example[key][0].module):
-            of_module |= _add([(tensor, place) for place in example[key]], count, sizes, copied)
-        for touched in of_module:
-            num_modules[touched] += count
+        for touched in _add(holders, 1, found):
+            found.num_modules[touched] += 1
+    # Stages that hold the same differ in their numbers alone.
+    once: dict[tuple[object, ...], _Found] = {}
+    for stages, modules in alike.items():
+        content = tuple((key, own.number) for key, own in modules.items())
+        if content not in once:
+            once[content] = _of_stages(modules.values())
+        found.take(once[content], stages)
     return Holdings(
         tuple(
-            Bucket(key.members, size, key.zero, key.decay, key.gathered_again, num_modules[key])
-            for key, size in sizes.items()
+            Bucket(key.members, size, key.zero, key.decay, key.gathered_again, found.num_modules[key])
+            for key, size in found.sizes.items()
         ),
-        dict(copied),
+        dict(found.copied),
     )
+
+
+class _Alike(NamedTuple):
+    """Equal modules, equally placed on the same stages: one's places, and how many there are."""
+
+    places: list[_Place]
+    number: int
+
+
+class _Found:
+    """Elements and modules of buckets, and elements that are copied."""
+
+    def __init__(self) -> None:
+        self.sizes: defaultdict[_Key, int] = defaultdict(int)
+        self.num_modules: defaultdict[_Key, int] = defaultdict(int)
+        self.copied: defaultdict[Member, int] = defaultdict(int)
+
+    def take(self, other: _Found, stages: tuple[_Where, ...]) -> None:
+        """What `_of_stages` found, as that of these stages."""
+        for key, size in other.sizes.items():
+            own = key._replace(members=tuple((*stages[at], rank) for at, _, rank in key.members))
+            self.sizes[own] += size
+            self.num_modules[own] += other.num_modules[key]
+        for (at, _, rank), size in other.copied.items():
+            member = (*stages[at], rank)
+            self.copied[member] += size
+
+
+def _of_stages(modules: Iterable[_Alike]) -> _Found:
+    """Modules that lie on the same stages, which stand for pipelines 0, 1 and so on here."""
+    found = _Found()
+    for places, number in modules:
+        here = [replace(place, pipeline=at, stage=0) for at, place in enumerate(places)]
+        of_module: set[_Key] = set()
+        for tensor in tensors_of(here[0].module):
+            of_module |= _add([(tensor, place) for place in here], number, found)
+        for touched in of_module:
+            found.num_modules[touched] += number
+    return found
 
 
 class _Holder(NamedTuple):
@@ -140,12 +182,7 @@ class _Parts(NamedTuple):
     copied: tuple[tuple[int, int, Interval], ...]
 
 
-def _add(
-    holders: Sequence[tuple[TensorSpec, _Place]],
-    count: int,
-    sizes: defaultdict[_Key, int],
-    copied: defaultdict[Member, int],
-) -> set[_Key]:
+def _add(holders: Sequence[tuple[TensorSpec, _Place]], count: int, found: _Found) -> set[_Key]:
     """Count `count` equal tensors with their holders; returns the buckets that they lie in."""
     tensor, place = holders[0]
     zero = sharding_level(tensor, place.placement.zero)
@@ -157,12 +194,12 @@ def _add(
     for ranks, num_elements in parts.shared:
         of_part = [members[at][rank] for at, rank in ranks]
         key = _Key(tuple(dict.fromkeys(of_part) if twice else of_part), zero, tensor.decay, again)
-        sizes[key] += count * num_elements
+        found.sizes[key] += count * num_elements
         touched.add(key)
     if zero < 3:
         width = max(tensor.cols, 1)
         for member, rows in dict.fromkeys((members[at][rank], rows) for at, rank, rows in parts.copied):
-            copied[member] += count * rows.size * width
+            found.copied[member] += count * rows.size * width
     return touched
 
 

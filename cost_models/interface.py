@@ -45,7 +45,12 @@ class ModuleCost:
 
 
 class CostModel(Protocol):
-    """A source of costs.  Methods raise `BadInputError` for what was neither measured nor can be estimated."""
+    """A source of costs.  Methods raise `BadInputError` for what was neither measured nor can be estimated.
+
+    It never changes its answers, so that they are kept.
+    """
+
+    def __hash__(self) -> int: ...
 
     @property
     def overhead(self) -> StepOverhead:

@@ -6,8 +6,8 @@ The formulas describe this project's executor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -143,8 +143,8 @@ class _Parts(NamedTuple):
     elements of the largest bucket, and of what is gathered around a use.
     """
 
-    kept: list[int]
-    deferred: list[int]
+    kept: tuple[int, ...]
+    deferred: tuple[int, ...]
     working: int
     masks: int
     bucket: int
@@ -168,6 +168,10 @@ class ModuleGroup:
     module: Module
     placement: ModulePlacement
     count: int
+
+    def unnamed(self) -> ModuleGroup:
+        """Equal for such groups, and in all plans."""
+        return replace(self, placement=self.placement.model_copy(update={"module": ""}))
 
     def key(self) -> tuple[object, ...]:
         """Equal for groups that differ in the names of their modules alone, in one plan."""
@@ -203,6 +207,53 @@ def share_of(
     )
 
 
+@lru_cache(maxsize=4096)
+def _parts_of(
+    runs: tuple[tuple[ModuleGroup, ...], ...],
+    cuts: Cuts,
+    context: int,
+    precision: Precision,
+    seq_len: int,
+    on_gpu: bool,
+) -> tuple[_Parts, ...]:
+    """Of every rank of a stage, by its virtual stages' modules (unnamed): the same in all plans."""
+    return tuple(_parts_of_rank(rank, runs, cuts, context, precision, seq_len, on_gpu) for rank in range(len(cuts) - 1))
+
+
+def _parts_of_rank(
+    rank: int,
+    runs: tuple[tuple[ModuleGroup, ...], ...],
+    cuts: Cuts,
+    context: int,
+    precision: Precision,
+    seq_len: int,
+    on_gpu: bool,
+) -> _Parts:
+    masks: dict[tuple[int | None, bool], int] = {}
+    kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
+    bucket, gathered = BUCKET_ELEMENTS, 0
+    for virtual, groups in enumerate(runs):
+        for group in groups:
+            share = share_of(group.placement, group.module, rank, cuts, seq_len, context)
+            own = _on_rank(group.module, share, precision, group.placement.recompute)
+            kept[virtual] += group.count * own.kept
+            deferred[virtual] += group.count * own.deferred
+            working = max(working, own.working)
+            if isinstance(group.module, Attention) and not (on_gpu and _kernel_masks(group.module, seq_len)):
+                kind = (group.module.window, group.module.score_cap is not None)
+                masks[kind] = max(masks.get(kind, 0), mask_elements(group.module, share))
+            bucket = max(bucket, own.largest)
+            gathered = max(gathered, own.matrices if group.placement.zero == 3 else 0)
+    size = ACTIVATION_BYTES[precision]
+    return _Parts(tuple(kept), tuple(deferred), working, size * sum(masks.values()), bucket, gathered)
+
+
+def _kernel_masks(module: Attention, seq_len: int) -> bool:
+    """Whether attention kernels of GPUs know which keys precede which queries: without window and cap."""
+    window = module.window is not None and module.window < seq_len
+    return not window and module.score_cap is None
+
+
 class PlanMemory:
     """Memory of every rank of a plan, from one reading of its buckets."""
 
@@ -212,7 +263,8 @@ class PlanMemory:
         self._chain = dict(plan.model.modules())
         self._reserved_bytes = reserved_bytes
         self._on_gpu = all(device.kind == "gpu" for device in plan.cluster.devices.values())
-        self._parts: dict[tuple[object, ...], list[_Parts]] = {}  # by rank, of stages that hold the same
+        self._parts: dict[tuple[object, ...], tuple[_Parts, ...]] = {}  # by rank, of stages that hold the same
+        self._terms: dict[tuple[object, ...], MemoryTerms] = {}  # of ranks that hold the same
         self._weights: defaultdict[Member, float] = defaultdict(float, held.copied)
         self._gradients: defaultdict[Member, float] = defaultdict(float)
         self._scattered: defaultdict[Member, int] = defaultdict(int)  # after every micro-batch
@@ -244,55 +296,51 @@ class PlanMemory:
         moments = most_held(layout.stage_actions(few)[stage])
         key = (cuts, layout.context_parallel, tuple(tuple(group.key() for group in of_run) for of_run in groups))
         if key not in self._parts:
-            ranks = range(len(cuts) - 1)
-            self._parts[key] = [self._parts_of(rank, groups, cuts, layout.context_parallel) for rank in ranks]
+            runs = tuple(tuple(group.unnamed() for group in of_run) for of_run in groups)
+            training = self._plan.training
+            self._parts[key] = _parts_of(
+                runs, cuts, layout.context_parallel, training.precision, training.seq_len, self._on_gpu
+            )
         return [
             self._rank((pipeline, stage, rank), parts, cuts[rank + 1] - cuts[rank], moments)
             for rank, parts in enumerate(self._parts[key])
         ]
 
-    def _kernel_masks(self, module: Attention) -> bool:
-        """Whether attention kernels know which keys precede which queries: those of GPUs, without window and cap."""
-        window = module.window is not None and module.window < self._plan.training.seq_len
-        return self._on_gpu and not window and module.score_cap is None
+    def _rank(self, member: Member, parts: _Parts, chunk_tokens: int, moments: tuple[Held, ...]) -> MemoryTerms:
+        last = len(self._plan.pipelines[member[0]].stages) - 1
+        edges = 2 * len(parts.kept) - (member[1] == 0) - (member[1] == last)
+        held = self._weights[member], self._gradients[member], self.owned[member]
+        moved = self._scattered[member], self._gathered[member]
+        key = (parts, chunk_tokens, moments, edges, held, moved)
+        if key not in self._terms:
+            self._terms[key] = self._terms_of(parts, chunk_tokens, moments, edges, held, moved)
+        return self._terms[key]
 
-    def _parts_of(self, rank: int, runs: Sequence[Sequence[ModuleGroup]], cuts: Cuts, context: int) -> _Parts:
-        precision, seq_len = self._plan.training.precision, self._plan.training.seq_len
-        masks: dict[tuple[int | None, bool], int] = {}
-        kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
-        bucket, gathered = BUCKET_ELEMENTS, 0
-        for virtual, groups in enumerate(runs):
-            for group in groups:
-                share = share_of(group.placement, group.module, rank, cuts, seq_len, context)
-                own = _on_rank(group.module, share, precision, group.placement.recompute)
-                kept[virtual] += group.count * own.kept
-                deferred[virtual] += group.count * own.deferred
-                working = max(working, own.working)
-                if isinstance(group.module, Attention) and not self._kernel_masks(group.module):
-                    kind = (group.module.window, group.module.score_cap is not None)
-                    masks[kind] = max(masks.get(kind, 0), mask_elements(group.module, share))
-                bucket = max(bucket, own.largest)
-                gathered = max(gathered, own.matrices if group.placement.zero == 3 else 0)
-        return _Parts(kept, deferred, working, ACTIVATION_BYTES[precision] * sum(masks.values()), bucket, gathered)
-
-    def _rank(self, member: Member, parts: _Parts, chunk_tokens: int, moments: Sequence[Held]) -> MemoryTerms:
+    def _terms_of(
+        self,
+        parts: _Parts,
+        chunk_tokens: int,
+        moments: tuple[Held, ...],
+        edges: int,
+        held: tuple[float, float, float],
+        moved: tuple[int, int],
+    ) -> MemoryTerms:
+        """`held`: elements of weights, gradients and optimizer; `moved`: scattered, and gathered at once."""
         precision = self._plan.training.precision
         activations = max(
-            sum(n * size for n, size in zip(held.kept + held.deferred, parts.kept + parts.deferred, strict=True))
-            for held in moments
+            sum(n * size for n, size in zip(moment.kept + moment.deferred, parts.kept + parts.deferred, strict=True))
+            for moment in moments
         )
         weight = WEIGHT_BYTES[precision]
         # What is scattered and gathered once a step finds activations gone; a chunk is on its way in and out at every
         # edge of the pipeline.
-        passing = sharding_bytes(self._scattered[member], parts.bucket, parts.gathered, precision)
-        sharding = max(passing, self._gathered[member] * weight - activations - parts.working)
+        passing = sharding_bytes(moved[0], parts.bucket, parts.gathered, precision)
+        sharding = max(passing, moved[1] * weight - activations - parts.working)
         chunk = ACTIVATION_BYTES[precision] * chunk_tokens * self._plan.model.hidden
-        last = len(self._plan.pipelines[member[0]].stages) - 1
-        edges = 2 * len(parts.kept) - (member[1] == 0) - (member[1] == last)
         return MemoryTerms(
-            weights=round(self._weights[member] * weight),
-            gradients=round(self._gradients[member] * GRADIENT_BYTES),
-            optimizer=round(self.owned[member] * _state_bytes(precision)),
+            weights=round(held[0] * weight),
+            gradients=round(held[1] * GRADIENT_BYTES),
+            optimizer=round(held[2] * _state_bytes(precision)),
             activations=activations,
             working=parts.working + parts.masks,
             communication=sharding + 2 * edges * chunk,

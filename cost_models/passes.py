@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ from cost_models.interface import CostModel, ModuleCost
 from cost_models.memory import ModuleGroup, module_groups, share_of
 from cost_models.pipeline import PipelineTiming, Span, action_spans, simulate, simulate_actions
 from cost_models.sharding import MicroBatchSeconds
-from cost_models.topology import ReplicaClass, Topology
-from specs.layout import Cuts, block_of, block_starts
+from cost_models.topology import ReplicaClass, Topology, span_of
+from specs.cluster import Precision
+from specs.layout import Cuts, block_of, block_starts, sharing_blocks
 from specs.model import Attention, Module
-from specs.plan import Pipeline, Plan, Recompute, Stage
+from specs.plan import ModulePlacement, Pipeline, Plan, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def replica_pass(
     num_stages = len(pipeline.stages)
     num_micro_batches = replica.sequences // pipeline.micro_batch
     splits = _splits(pipeline, num_micro_batches)
-    known: dict[tuple[object, ...], _GroupPass] = {}
+    known: dict[tuple[object, ...], StagePass] = {}
     runs = [
         [
             _with_sharding(
@@ -173,27 +175,32 @@ def _virtual_stage_pass(
     replica: ReplicaClass,
     index: int,
     virtual: int,
-    known: dict[tuple[object, ...], _GroupPass],
+    known: dict[tuple[object, ...], StagePass],
     *,
     splits: bool,
 ) -> StagePass:
-    """`known`: what modules take that lie alike, on whichever stages of the replica."""
+    """`known`: virtual stages that hold and lie alike, on whichever stages of the replica."""
     pipeline = plan.pipelines[replica.pipeline]
     stage = pipeline.stages[index]
     ranks = topology.stage_ranks(replica, index)
     start = pipeline.stage_starts()[index]
     speeds = replica.speeds[start : start + len(ranks)] if replica.speeds else (1.0,) * len(ranks)
     cuts, pattern = stage.chunk_cuts(pipeline.micro_batch * plan.training.seq_len), topology.pattern(ranks)
-    run = stage.runs()[virtual]
+    groups = module_groups(stage.runs()[virtual], chain)
+    key = (cuts, pattern, speeds, splits, *(group.key() for group in groups))
+    if key not in known:
+        known[key] = _sum_of(plan, costs, groups, _Place(cuts, pattern, speeds, pipeline.context_parallel), splits)
+    return known[key]
+
+
+def _sum_of(plan: Plan, costs: CostModel, groups: Sequence[ModuleGroup], place: _Place, splits: bool) -> StagePass:
+    """All modules of a virtual stage."""
     forward = backward = weight = more = mean_forward = mean_backward = variance = 0.0
     estimated = splits
-    for group in module_groups(run, chain):
-        placed = group.placement
-        key = (id(group.module), placed.blocks, placed.cuts, placed.recompute, cuts, pattern, speeds, splits)
-        if key not in known:
-            by_rank = _rank_costs(plan, costs, topology, group, ranks, stage, pipeline)
-            known[key] = _group_pass(plan, costs, group, by_rank, speeds, cuts, pipeline, splits=splits)
-        own = known[key]
+    training = plan.training
+    for group in groups:
+        unnamed = group.unnamed().placement
+        own = _group_pass(costs, group.module, unnamed, place, training.seq_len, training.precision, splits=splits)
         forward += group.count * own.forward
         backward += group.count * own.backward
         weight += group.count * own.weight
@@ -202,8 +209,8 @@ def _virtual_stage_pass(
         mean_backward += group.count * own.mean_backward
         variance += group.count * own.variance
         estimated = estimated or own.estimated
-    reads = any(placement.module in ("embedding", "head") for placement in run)
-    data = costs.overhead.data_seconds_per_sequence * pipeline.micro_batch if reads else 0.0
+    reads = any(group.module.kind in ("embedding", "head") for group in groups)
+    data = costs.overhead.data_seconds_per_sequence * (place.cuts[-1] // training.seq_len) if reads else 0.0
     host = costs.overhead.other_seconds_per_action
     return StagePass(
         forward=forward + data + host,
@@ -219,28 +226,39 @@ def _virtual_stage_pass(
     )
 
 
+class _Place(NamedTuple):
+    """Ranks of a stage: token cuts, nodes relative to the first, speeds; and blocks that may share a sequence."""
+
+    cuts: Cuts
+    nodes: tuple[int, ...]
+    speeds: tuple[float, ...]
+    context: int
+
+
+@lru_cache(maxsize=16384)
 def _group_pass(
-    plan: Plan,
     costs: CostModel,
-    group: ModuleGroup,
-    by_rank: Sequence[ModuleCost],
-    speeds: Sequence[float],
-    cuts: Cuts,
-    pipeline: Pipeline,
+    module: Module,
+    placement: ModulePlacement,
+    place: _Place,
+    seq_len: int,
+    precision: Precision,
     *,
     splits: bool,
 ) -> _GroupPass:
     """A module takes a stage as long as its slowest rank needs; what the others wait is communication.
 
     How a split backward pass divides is computed from operations, never measured, so that it counts as estimated.
+    The same in all plans; the name of `placement` is left out.
     """
-    computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, speeds, strict=True)]
+    by_rank = _rank_costs(costs, module, placement, place, seq_len, precision)
+    computing = [(c.forward_seconds / v, c.backward_seconds / v) for c, v in zip(by_rank, place.speeds, strict=True)]
     weight = more = 0.0
     if splits:
-        if isinstance(group.module, SPLIT_KINDS):
+        if isinstance(module, SPLIT_KINDS):
             more = costs.overhead.split_backward_overhead * max(b for _, b in computing)
         weight = max(
-            _weight_seconds(plan, group, rank, cuts, pipeline, b, c.backward_communication_seconds)
+            _weight_seconds(module, placement, rank, place, seq_len, b, c.backward_communication_seconds)
             for rank, ((_, b), c) in enumerate(zip(computing, by_rank, strict=True))
         )
     return _GroupPass(
@@ -256,18 +274,24 @@ def _group_pass(
 
 
 def _weight_seconds(
-    plan: Plan, group: ModuleGroup, rank: int, cuts: Cuts, pipeline: Pipeline, computing: float, communication: float
+    module: Module,
+    placement: ModulePlacement,
+    rank: int,
+    place: _Place,
+    seq_len: int,
+    computing: float,
+    communication: float,
 ) -> float:
     """The part of a module's backward pass that a split one does later."""
-    share = share_of(group.placement, group.module, rank, cuts, plan.training.seq_len, pipeline.context_parallel)
+    share = share_of(placement, module, rank, place.cuts, seq_len, place.context)
     part = weight_gradient_share(
-        group.module,
+        module,
         block_tokens=share.block_tokens,
-        seq_len=plan.training.seq_len,
+        seq_len=seq_len,
         units=share.units,
-        recompute=group.placement.recompute,
+        recompute=placement.recompute,
     )
-    return weight_seconds(part, computing, communication, group.placement.recompute)
+    return weight_seconds(part, computing, communication, placement.recompute)
 
 
 def weight_seconds(part: float, computing: float, communication: float, recompute: Recompute) -> float:
@@ -281,28 +305,20 @@ def weight_seconds(part: float, computing: float, communication: float, recomput
 
 
 def _rank_costs(
-    plan: Plan,
-    costs: CostModel,
-    topology: Topology,
-    group: ModuleGroup,
-    ranks: Sequence[int],
-    stage: Stage,
-    pipeline: Pipeline,
+    costs: CostModel, module: Module, placement: ModulePlacement, place: _Place, seq_len: int, precision: Precision
 ) -> list[ModuleCost]:
     """Cost of a module on each rank of a stage; equal shares are asked for once."""
-    placement, module, seq_len = group.placement, group.module, plan.training.seq_len
-    cuts = stage.chunk_cuts(pipeline.micro_batch * seq_len)
     starts = block_starts(placement.blocks)
-    levels = [topology.span(ranks[a:b]).level for a, b in pairwise(starts)]
+    levels = [span_of(place.nodes[a:b]).level for a, b in pairwise(starts)]
     sharing = {
-        block: topology.span(tuple(ranks[starts[other]] for other in blocks))
-        for blocks in (stage.sharing_blocks(placement, cuts[-1], seq_len) if isinstance(module, Attention) else ())
+        block: span_of([place.nodes[starts[other]] for other in blocks])
+        for blocks in (sharing_blocks(placement.blocks, place.cuts, seq_len) if isinstance(module, Attention) else ())
         for block in blocks
     }
     known: dict[tuple[object, ...], ModuleCost] = {}
     result = []
-    for rank in range(len(ranks)):
-        share = share_of(placement, module, rank, cuts, seq_len, pipeline.context_parallel)
+    for rank in range(len(place.nodes)):
+        share = share_of(placement, module, rank, place.cuts, seq_len, place.context)
         block, _ = block_of(placement.blocks, rank)
         kv_heads = local_kv_heads(module, share.units) if isinstance(module, Attention) else 0
         key = (share.degree, share.block_tokens, share.units.size, kv_heads, levels[block], sharing.get(block))
@@ -318,7 +334,7 @@ def _rank_costs(
                 units=None if largest else share.units,
             )
             if block in sharing:
-                size = ACTIVATION_BYTES[plan.training.precision]
+                size = ACTIVATION_BYTES[precision]
                 cost = with_exchange(cost, costs, module, share, sharing[block], size, placement.recompute)
             known[key] = cost
         result.append(known[key])

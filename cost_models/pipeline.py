@@ -6,9 +6,10 @@ Seconds are given per virtual stage in chain order, P V of them; without virtual
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class _Step(NamedTuple):
     link: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Program:
     """Steps in an order in which they can run: `first`, then `again` any number of times, then `rest`.
 
@@ -55,6 +56,16 @@ class _Program:
     again: tuple[_Step, ...] = ()
     rest: tuple[_Step, ...] = ()
     reach: int = 0
+
+    @cached_property
+    def once(self) -> Counter[tuple[int, int]]:
+        """How often each stage takes which seconds in `first` and `rest`."""
+        return Counter((step.stage, step.seconds) for step in self.first + self.rest)
+
+    @cached_property
+    def more(self) -> Counter[tuple[int, int]]:
+        """The same of `again`."""
+        return Counter((step.stage, step.seconds) for step in self.again)
 
 
 def _program(actions: tuple[Actions, ...]) -> _Program:
@@ -125,35 +136,35 @@ def _play(
     links = [*transfer, 0.0, -math.inf]
     assert len(seconds) == 4 * program.num_places
     assert len(links) == program.num_places + 1
-    first, again, rest = (
-        [(stage, seconds[cost], back, links[link]) for stage, cost, back, link in part]
-        for part in (program.first, program.again, program.rest)
-    )
     free_at, ends = [0.0] * program.num_stages, [0.0]  # the first step looks back on the beginning
-    _run(first, free_at, ends)
+    _run(program.first, seconds, links, free_at, ends)
     for left in reversed(range(times)):
-        _run(again, free_at, ends)
-        gained = _steady(ends, len(again), program.reach)
+        _run(program.again, seconds, links, free_at, ends)
+        gained = _steady(ends, len(program.again), program.reach)
         if gained is not None:
             ends += [end + left * gained for end in ends[-program.reach :]]
             free_at = [end + left * gained for end in free_at]
             break
-    _run(rest, free_at, ends)
+    _run(program.rest, seconds, links, free_at, ends)
     busy = [0.0] * program.num_stages
-    for part, number in ((first, 1), (again, times), (rest, 1)):
-        for stage, cost, _, _ in part:
-            busy[stage] += number * cost
+    for (stage, cost), number in program.once.items():
+        busy[stage] += (number + times * program.more[stage, cost]) * seconds[cost]
     idle = tuple(max(0.0, finish - own) for finish, own in zip(free_at, busy, strict=True))
     return ends[1:], PipelineTiming(max(free_at), tuple(free_at), idle)
 
 
-def _run(steps: Sequence[tuple[int, float, int, float]], free_at: list[float], ends: list[float]) -> None:
-    """Steps of (stage, seconds, back, seconds of the link)."""
-    for stage, seconds, back, link in steps:
-        start, arrived = free_at[stage], ends[-back] + link
+def _run(
+    steps: Sequence[_Step],
+    seconds: Sequence[float],
+    links: Sequence[float],
+    free_at: list[float],
+    ends: list[float],
+) -> None:
+    for stage, cost, back, link in steps:
+        start, arrived = free_at[stage], ends[-back] + links[link]
         if arrived > start:
             start = arrived
-        free_at[stage] = end = start + seconds
+        free_at[stage] = end = start + seconds[cost]
         ends.append(end)
 
 

@@ -40,7 +40,7 @@ def price(plan: Plan, costs: CostModel, *, failures: FailureModel | None = None)
     sharding = micro_batch_seconds(plan, costs, topology, held.buckets)
     passes = [replica_pass(plan, costs, topology, chain, replica, sharding) for replica in topology.classes]
     synced = sync_end(plan, costs, topology, held.buckets, passes)
-    optimizer = max(costs.optimizer(round(elements)) for elements in memory.owned.values())
+    optimizer = max(map(costs.optimizer, {round(elements) for elements in memory.owned.values()}))
     straggler = _straggler_seconds(passes)
     step_seconds = synced + straggler + optimizer + costs.overhead.other_seconds_per_step
     terms = _terms(plan, passes, synced + straggler, optimizer, costs.overhead.other_seconds_per_step)
@@ -120,8 +120,9 @@ def _peak_memory(plan: Plan, memory: PlanMemory, topology: Topology) -> _Peak:
         totals = by_stage.setdefault(replica.pipeline, [])
         for stage in range(len(plan.pipelines[replica.pipeline].stages)):
             terms = memory.stage(replica.pipeline, stage)
-            rank = max(range(len(terms)), key=lambda rank: terms[rank].total())
-            totals.append(terms[rank].total())
-            fullest.append((terms[rank].total(), topology.stage_ranks(replica, stage)[rank], terms[rank]))
+            sizes = {id(own): own.total() for own in {id(own): own for own in terms}.values()}  # many are one
+            rank = max(range(len(terms)), key=lambda rank: sizes[id(terms[rank])])
+            totals.append(sizes[id(terms[rank])])
+            fullest.append((totals[-1], topology.stage_ranks(replica, stage)[rank], terms[rank]))
     _, rank, peak = max(fullest, key=lambda entry: entry[0])
     return _Peak(rank, peak, tuple(by_stage[min(by_stage)]))

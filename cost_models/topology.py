@@ -33,6 +33,12 @@ class ReplicaClass:
     speeds: tuple[float, ...] | None
 
 
+def span_of(nodes: Sequence[int]) -> Span:
+    """A group whose members lie on these nodes."""
+    together = sum(node == nodes[0] for node in nodes)
+    return Span(len(nodes), "scale_up" if together == len(nodes) else "scale_out", together)
+
+
 class Topology:
     """Placement of a plan's ranks on nodes."""
 
@@ -69,10 +75,7 @@ class Topology:
 
     def span(self, ranks: Sequence[int]) -> Span:
         """A group of cluster ranks."""
-        node = self._node
-        first = node[ranks[0]]
-        together = sum(node[rank] == first for rank in ranks)
-        return Span(len(ranks), "scale_up" if together == len(ranks) else "scale_out", together)
+        return span_of([self._node[rank] for rank in ranks])
 
     def group(self, members: Iterable[Member]) -> Span:
         """The members' ranks in all replicas of their pipelines."""

@@ -97,6 +97,14 @@ def sequence_token_cuts(blocks: Sequence[int], num_sequences: int, seq_len: int)
     return tuple(cuts)
 
 
+def sharing_blocks(blocks: Sequence[int], cuts: Cuts, seq_len: int) -> tuple[tuple[int, ...], ...]:
+    """Blocks that hold parts of the same sequence, together."""
+    groups: dict[int, list[int]] = {}
+    for block, first in enumerate(block_starts(blocks)[:-1]):
+        groups.setdefault(cuts[first] // seq_len, []).append(block)
+    return tuple(map(tuple, groups.values()))
+
+
 def refine(intervals: Iterable[Interval]) -> list[Interval]:
     """Atomic intervals: the coarsest division in which every given interval is a union of parts.
 

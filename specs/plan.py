@@ -31,6 +31,7 @@ from specs.layout import (
     block_starts,
     interval_of,
     sequence_token_cuts,
+    sharing_blocks,
 )
 from specs.model import SEQUENCE_KINDS, ModelSpec, Module, num_units
 from specs.plan_checks import check_pipeline, check_replicas, check_sharded_weights
@@ -124,11 +125,7 @@ class Stage(Spec):
 
     def sharing_blocks(self, placement: ModulePlacement, num_tokens: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """An attention module's blocks, those together that hold parts of the same sequence."""
-        cuts = self.chunk_cuts(num_tokens)
-        groups: dict[int, list[int]] = {}
-        for block, first in enumerate(block_starts(placement.blocks)[:-1]):
-            groups.setdefault(cuts[first] // seq_len, []).append(block)
-        return tuple(map(tuple, groups.values()))
+        return sharing_blocks(placement.blocks, self.chunk_cuts(num_tokens), seq_len)
 
     @property
     def num_virtual(self) -> int:

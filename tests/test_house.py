@@ -179,6 +179,7 @@ SURFACE: dict[str, set[str]] = {
         "kv_groups_of",
         "refine",
         "sequence_token_cuts",
+        "sharing_blocks",
     },
     "specs.model": {
         "Activation",
