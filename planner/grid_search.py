@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -59,6 +59,9 @@ class Incumbent:
     seconds: float = np.inf
     layout: Layout | None = None
     priced: dict[Layout, float] = field(default_factory=dict)
+
+    def copy(self) -> Incumbent:
+        return replace(self, priced=self.priced.copy())
 
     def offer(self, layout: Layout, at_least: float) -> None:
         """Price a layout unless its bound says that it cannot be better."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+from planner.beside import Beside
 from planner.describe import describe
 from planner.grid_search import Incumbent
 from planner.layout import Layout
 from planner.outcome import Outcome
+from planner.problem import Pricer
 from planner.search import FREEDOMS, TOLERANCE, Freedom, Searcher
 from specs.plan import LadderRung, Prediction
 
@@ -22,6 +26,10 @@ NAMES: dict[Freedom, str] = {
 }
 # Gains below this fraction are called nothing.
 NOTHING = 5e-4
+# How close to its bound a layout is to be that the other searches begin with.
+ROUGHLY = 0.02
+# Seconds of the first searches below which the others are not worth a second process.
+SMALL = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,35 +42,84 @@ class Rung:
     outcome: Outcome
 
 
-def climb(searcher: Searcher, incumbent: Incumbent, last: Freedom, *, deadline: float) -> list[Rung]:
-    """Search every freedom up to `last`, each starting from the best layout of the one before.
+@dataclass(frozen=True)
+class _Between:
+    """What a search of the freedoms between the first and the last brings back."""
 
-    The integer program takes longer for each, so only the first and the last are searched.
+    rungs: list[Rung]
+    priced: dict[Layout, float]
+    predictions: dict[Layout, Prediction]
+
+
+class Climb:
+    """A search of every freedom up to `last`: `top` is the answer, what is between shows how it comes about.
+
+    The freedoms between the first and the last are searched beside (`planner.beside`) and waited for by `rungs` alone.
+    The integer program takes longer for each, so only the first and the last are searched.  `incumbent`: all that was
+    priced here.
     """
-    rungs = []
-    if last == "interleaved" and not searcher.interleaved.possible:
-        last = "cuts"
-    freedoms = FREEDOMS[: FREEDOMS.index(last) + 1]
-    if searcher.engine == "ilp":
-        freedoms = tuple(dict.fromkeys((FREEDOMS[0], last)))
-    # What is interleaved is searched last, and rules out most of what the rung before takes longest for.
-    halfway = 0.5 * (time.monotonic() + deadline) if last == "interleaved" else deadline
-    for freedom in freedoms:
-        tolerance = TOLERANCE if freedom == last else NOTHING
-        until = deadline if freedom == last else halfway
+
+    def __init__(self, searcher: Searcher, pricer: Pricer, last: Freedom, *, deadline: float) -> None:
+        if last == "interleaved" and not searcher.interleaved.possible:
+            last = "cuts"
+        self._searcher, self._pricer, self._deadline = searcher, pricer, deadline
+        self.incumbent = Incumbent(pricer.seconds)
+        freedoms = FREEDOMS[: FREEDOMS.index(last) + 1]
+        start = time.monotonic()
+        halfway = 0.5 * (start + deadline)
+        self.first = self.top = self._rung("uniform", self.incumbent, until=deadline if last == "uniform" else halfway)
+        self._between: Beside[_Between] | None = None
+        if len(freedoms) > 2 and searcher.engine == "dp":
+            searcher.search("layers", self.incumbent, deadline=halfway, tolerance=ROUGHLY)
+            # A grid point that loses even with the last freedom loses in every rung; a good incumbent finds most.
+            if self.incumbent.layout is not None:
+                searcher.discard(last, self.incumbent, deadline=halfway)
+            between = partial(self._search, freedoms[1:-1], searcher.branch(), self.incumbent.copy())
+            self._between = Beside(between, small=time.monotonic() - start < SMALL)
+        if last != "uniform":
+            self.top = self._rung(last, self.incumbent, until=deadline, tolerance=TOLERANCE)
+
+    def rungs(self) -> list[Rung]:
+        """Of every freedom, in order; all that was priced for them is then with what was priced here."""
+        between: list[Rung] = []
+        if self._between is not None:
+            found = self._between.result()
+            between, self._between = found.rungs, None
+            self._pricer.predictions.update(found.predictions)
+            for layout, seconds in found.priced.items():
+                self.incumbent.priced.setdefault(layout, seconds)
+        return [self.first, *between, *([self.top] if self.top is not self.first else [])]
+
+    def _search(self, freedoms: Sequence[Freedom], searcher: Searcher, incumbent: Incumbent) -> _Between:
+        known = set(self._pricer.predictions)
+        rungs = [self._rung(freedom, incumbent, searcher, until=self._deadline) for freedom in freedoms]
+        predictions = {layout: p for layout, p in self._pricer.predictions.items() if layout not in known}
+        return _Between(rungs, incumbent.priced, predictions)
+
+    def _rung(
+        self,
+        freedom: Freedom,
+        incumbent: Incumbent,
+        searcher: Searcher | None = None,
+        *,
+        until: float,
+        tolerance: float = NOTHING,
+    ) -> Rung:
+        """Searched from the incumbent, which is the best layout of the freedoms before."""
+        searcher = self._searcher if searcher is None else searcher
         outcome = searcher.search(freedom, incumbent, deadline=until, tolerance=tolerance)
-        rungs.append(Rung(freedom, outcome.layout, outcome.seconds, outcome))
-        # A grid point that loses even with the last freedom loses in every rung; a good incumbent finds most of them.
-        if freedom == freedoms[min(1, len(freedoms) - 1)] != last and incumbent.layout is not None:
-            searcher.discard(last, incumbent, deadline=until)
-    return rungs
+        return Rung(freedom, outcome.layout, outcome.seconds, outcome)
 
 
 def as_ladder(rungs: list[Rung]) -> tuple[LadderRung, ...]:
-    """The rungs as they stand in a plan."""
+    """The rungs as they stand in a plan.  What a freedom allows, those after it allow too: each has the best so far."""
     ladder = []
     previous: float | None = None
+    best: Rung | None = None
     for rung in rungs:
+        if best is not None and best.seconds < rung.seconds:
+            rung = replace(rung, layout=best.layout, seconds=best.seconds)
+        best = rung
         seconds = rung.seconds if rung.layout is not None else None
         gain = None if previous is None or seconds is None else max(0.0, 1.0 - seconds / previous)
         ladder.append(

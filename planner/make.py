@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import TypedDict
 
@@ -12,7 +13,7 @@ from planner.alternatives import alternatives
 from planner.goal import make_worth
 from planner.grid_search import Incumbent
 from planner.infeasible import nothing_found
-from planner.ladder import as_ladder, climb, goodput_rung, memory_rung
+from planner.ladder import Climb, as_ladder, goodput_rung, memory_rung
 from planner.memory_goal import MEMORY_TOLERANCE, least_memory
 from planner.outcome import Outcome
 from planner.problem import CostMaker, Pricer, Problem, context_degrees, make_searcher
@@ -22,7 +23,9 @@ from planner.unlike_domains_rung import EQUAL_SHARE as EQUAL_RANKS_SHARE
 from planner.unlike_domains_rung import for_unlike_domains, unlike_domains
 from planner.unlike_rung import EQUAL_SHARE, for_unlike_devices
 from specs.errors import PlaitError
-from specs.plan import Certificate, Objective, Plan
+from specs.plan import Certificate, Contingency, Objective, Plan
+
+Losses = Callable[[Plan, float], tuple[Contingency, ...]]
 
 
 def make_plan(
@@ -35,13 +38,14 @@ def make_plan(
     time_limit_seconds: float = 60.0,
     top_k: int = 3,
     slowdown: float = 0.05,
+    losses: Losses | None = None,
 ) -> Plan:
     """The best plan under a freedom.
 
     Every rung of the ladder is searched by step time; goodput and memory add a last one (`planner.goal`,
     `planner.memory_goal`), and so do nodes with unlike numbers of ranks (`planner.unlike_domains_rung`).  On a given
     cluster tokens per dollar are goodput over a constant.  `slowdown`: the fraction of step time that the objective
-    memory may give up.
+    memory may give up.  `losses` gives the contingencies of a plan that took so many seconds; None for none.
 
     Raises `NoPlanFitsError`, `TimeLimitError` (nothing found in time) and `BadInputError` (sizes that no layout
     divides, costs that were not measured).
@@ -58,11 +62,11 @@ def make_plan(
         slowdown=slowdown,
     )
     if whole is None:
-        return equal(time_limit_seconds=time_limit_seconds)
+        return equal(time_limit_seconds=time_limit_seconds, losses=losses)
     made: Plan | None = None
     why: PlaitError | None = None
     try:
-        made = equal(time_limit_seconds=time_limit_seconds * EQUAL_RANKS_SHARE)
+        made = equal(time_limit_seconds=time_limit_seconds * EQUAL_RANKS_SHARE, losses=None)
     except PlaitError as error:
         why = error
     costs = make_costs(problem.cluster, problem.training)
@@ -80,7 +84,7 @@ def make_plan(
     if found is None:
         assert why is not None
         raise why
-    return found
+    return _with_losses(found, losses, start)
 
 
 def _of_equal_ranks(
@@ -93,6 +97,7 @@ def _of_equal_ranks(
     time_limit_seconds: float,
     top_k: int,
     slowdown: float,
+    losses: Losses | None,
 ) -> Plan:
     """The best plan of stages and replicas of equally many ranks; slow ones are then spared."""
     start = time.monotonic()
@@ -104,45 +109,56 @@ def _of_equal_ranks(
     costs = make_costs(problem.cluster, problem.training)
     searcher = make_searcher(problem, costs, engine)
     pricer = Pricer(problem, searcher)
-    incumbent = Incumbent(pricer.seconds)
-    rungs = climb(searcher, incumbent, freedom, deadline=deadline)
-    complete, elsewhere = rungs[-1].outcome.complete, float("inf")
-    for context in context_degrees(problem, nothing_fits=rungs[-1].layout is None) if complete else ():
+    climb = Climb(searcher, pricer, freedom, deadline=deadline)
+    complete, elsewhere = climb.top.outcome.complete, float("inf")
+    for context in context_degrees(problem, nothing_fits=climb.top.layout is None) if complete else ():
         wider = make_searcher(problem, costs, engine, context)
         of_wider = Pricer(problem, wider)
-        of_them = Incumbent(of_wider.seconds)
-        climbed = climb(wider, of_them, freedom, deadline=deadline)
-        better = climbed[-1].outcome.seconds < rungs[-1].outcome.seconds
-        left = rungs if better else climbed
-        elsewhere = min(elsewhere, left[-1].outcome.bound)
+        climbed = Climb(wider, of_wider, freedom, deadline=deadline)
+        better = climbed.top.outcome.seconds < climb.top.outcome.seconds
+        left = climb if better else climbed
+        elsewhere = min(elsewhere, left.top.outcome.bound)
         if better:
-            searcher, pricer, incumbent, rungs = wider, of_wider, of_them, climbed
-        if rungs[-1].layout is not None and not better:  # more sharing only sends more
+            searcher, pricer, climb = wider, of_wider, climbed
+        if climb.top.layout is not None and not better:  # more sharing only sends more
             break
-    best = rungs[-1]
-    if best.layout is None:
+    top = climb.top
+    if top.layout is None:
         raise nothing_found(
             problem, make_costs, searcher, freedom, complete=complete, time_limit_seconds=time_limit_seconds
         )
-    ladder, outcome, chosen = as_ladder(rungs), best.outcome, best.layout
+    outcome, goal = top.outcome, climb.incumbent
     if objective == "memory":
-        limit = best.seconds * (1.0 + slowdown)
+        limit = top.seconds * (1.0 + slowdown)
         outcome = least_memory(searcher, pricer, freedom, limit_seconds=limit, deadline=deadline)
-        assert outcome.layout is not None
-        chosen = outcome.layout
-        ladder = (*ladder, memory_rung(pricer.predictions[best.layout], pricer.predictions[chosen], chosen))
     elif objective != "step-time":
-        outcome = _deliver(problem, searcher, pricer, freedom, deadline=deadline)
-        assert outcome.layout is not None
-        chosen = outcome.layout
-        ladder = (*ladder, goodput_rung(pricer.predictions[best.layout], pricer.predictions[chosen], chosen))
+        goal = Incumbent(pricer.seconds_delivered)
+        outcome = _deliver(problem, searcher, pricer, freedom, goal, deadline=deadline)
     if (
         objective != "memory"
     ):  # spaces that were searched and left; G X is at most 1, so seconds bound what is delivered
         outcome.bound = min(outcome.bound, elsewhere)
-    plan, fitting = pricer.plan(chosen), {x: p for x, p in pricer.predictions.items() if pricer.fits(p)}
+    assert outcome.layout is not None
+    plan = pricer.plan(outcome.layout)
+    if not unlike:  # while the ladder is still being searched
+        plan = _with_losses(plan, losses, start)
+    rungs = climb.rungs()
+    if objective != "memory":
+        for rung in rungs:  # each is as close to its bound as is told of a rung
+            if rung.layout is not None:
+                goal.offer(rung.layout, rung.outcome.bound)
+        if goal.layout is not None and goal.layout != outcome.layout:
+            outcome.layout, outcome.seconds = goal.layout, goal.seconds
+            outcome.bound = min(outcome.bound, outcome.seconds)
+            plan = _with_losses(pricer.plan(goal.layout), None if unlike else losses, start)
+    chosen, ladder, predictions = outcome.layout, as_ladder(rungs), pricer.predictions
+    if objective in ("goodput", "tokens-per-dollar"):
+        ladder = (*ladder, goodput_rung(predictions[top.layout], predictions[chosen], chosen))
+    elif objective == "memory":
+        ladder = (*ladder, memory_rung(predictions[top.layout], predictions[chosen], chosen))
+    fitting = {layout: p for layout, p in predictions.items() if pricer.fits(p)}
     made = plan.with_results(
-        predicted=pricer.predictions[chosen],
+        predicted=predictions[chosen],
         certificate=Certificate(
             engine=engine,
             objective=objective,
@@ -160,27 +176,32 @@ def _of_equal_ranks(
         ladder=ladder,
         rate_choices=rate_choices(plan, fitting, chosen),
         alternatives=alternatives(
-            searcher, incumbent, pricer.predictions, chosen, pricer.memory_bytes, top_k, deadline=whole
+            searcher, climb.incumbent, predictions, chosen, pricer.memory_bytes, top_k, deadline=whole
         ),
     )
     if unlike:
-        return for_unlike_devices(problem, searcher, made, chosen, freedom, deadline=whole)
+        return _with_losses(for_unlike_devices(problem, searcher, made, chosen, freedom, deadline=whole), losses, start)
     return made
 
 
-def _deliver(problem: Problem, searcher: Searcher, pricer: Pricer, freedom: Freedom, *, deadline: float) -> Outcome:
+def _with_losses(plan: Plan, losses: Losses | None, start: float) -> Plan:
+    return plan if losses is None else plan.with_results(contingencies=losses(plan, time.monotonic() - start))
+
+
+def _deliver(
+    problem: Problem, searcher: Searcher, pricer: Pricer, freedom: Freedom, goal: Incumbent, *, deadline: float
+) -> Outcome:
     """The search by goodput, from the layouts that the search by step time priced."""
-    incumbent = Incumbent(pricer.seconds_delivered)
     for layout, prediction in list(pricer.predictions.items()):
         if pricer.fits(prediction):
-            incumbent.offer(layout, 0.0)
+            goal.offer(layout, 0.0)
     some = next(iter(pricer.predictions))
     worth = make_worth(
         num_ranks=searcher.topology.num_ranks,
         devices_per_node=max(group.devices_per_node for group in problem.cluster.nodes),
         state_bytes_per_rank=checkpoint_bytes_per_rank(pricer.plan(some)),
     )
-    return searcher.search(freedom, incumbent, deadline=deadline, worth=worth)
+    return searcher.search(freedom, goal, deadline=deadline, worth=worth)
 
 
 class _Work(TypedDict):

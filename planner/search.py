@@ -8,19 +8,17 @@ of the whole space.
 from __future__ import annotations
 
 import copy
-import heapq
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from cost_models.interface import CostModel
 from planner.blocks import stage_degrees
-from planner.chain import Chain, even_boundaries, make_chain
+from planner.chain import Chain, make_chain
 from planner.constraints import Rules
 from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
@@ -29,10 +27,10 @@ from planner.options import Menu, OptionSource, Restriction
 from planner.outcome import Outcome
 from planner.quick_bounds import QuickBounds
 from planner.shape_bound import shape_bound
-from planner.space import SHARDED, Grid, Topology, enumerate_grids, variants
-from planner.uniform import UniformSearch
+from planner.space import Grid, Topology, enumerate_grids, variants
+from planner.uniform import EvenSplits
 from specs.model import ModelSpec
-from specs.plan import Recompute, TrainingSpec
+from specs.plan import TrainingSpec
 
 if TYPE_CHECKING:
     from planner.program import Program
@@ -44,7 +42,6 @@ TOLERANCE = 2e-4
 Engine = Literal["dp", "ilp"]
 Freedom = Literal["uniform", "layers", "stages", "modules", "cuts", "interleaved"]
 FREEDOMS: tuple[Freedom, ...] = ("uniform", "layers", "stages", "modules", "cuts", "interleaved")
-_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 class Searcher:
@@ -85,12 +82,10 @@ class Searcher:
             # A tied weight that lies on two stages is used at two moments, so it cannot be gathered for both.
             and not (grid.zero == 3 and grid.num_stages > 1 and self.source.tied)
         ]
-        self._modes = [mode for mode in _MODES if self._may_run_uniformly(mode)]
         self._discarded: dict[Grid, tuple[str, float]] = {}
         self._fine: Chain | None = None
-        self._even: dict[int, tuple[int, ...] | None] = {}
-        self._quick = QuickBounds(self.source)
-        self.quick_bound = self._quick.seconds
+        self.quick = QuickBounds(self.source)
+        self.quick_bound = self.quick.seconds
         # Step seconds that no layout of a grid point beats, as far as searches of a freedom have shown.
         self._known: dict[tuple[Freedom, Grid], float] = {}
         self._shapes: dict[tuple[Freedom, Grid], float] = {}
@@ -102,6 +97,12 @@ class Searcher:
         other = copy.copy(self)
         other.capacity, other._discarded, other._known, other._inner, other._shapes = capacity, {}, {}, {}, {}
         other.__dict__.pop("interleaved", None)
+        return other
+
+    def branch(self) -> Searcher:
+        """The same problem, to be searched beside this: it knows what this one knows, and then each learns its own."""
+        other = self.within(self.capacity)
+        other._discarded, other._known, other._shapes = self._discarded.copy(), self._known.copy(), self._shapes.copy()
         return other
 
     @cached_property
@@ -128,7 +129,7 @@ class Searcher:
         if freedom == "interleaved":
             self.interleaved.search(incumbent, outcome, worth, tolerance=tolerance, deadline=deadline)
         if freedom == "uniform":
-            self._uniform(incumbent, outcome, deadline, worth)
+            EvenSplits(self).search(incumbent, outcome, worth, deadline=deadline)
         elif worth is None:
             self._best_first(_of_stages(freedom), incumbent, outcome, tolerance, deadline)
         else:
@@ -324,67 +325,6 @@ class Searcher:
             menus = [menu for menu in found if menu is not None]
             if menus:
                 yield menus
-
-    def _may_run_uniformly(self, mode: Recompute) -> bool:
-        """Whether the user's rules leave every module a way to run when all others recompute in this mode."""
-        pairs = zip(self.chain.modules, self.chain.rules, strict=True)
-        return all(Restriction(recompute=mode).modes_of(module, rule) for module, rule in pairs)
-
-    def _uniform(self, incumbent: Incumbent, outcome: Outcome, deadline: float, worth: Worth | None = None) -> None:
-        """The even split of every grid point in every recompute mode and variant, by their bounds, the best first: of a
-        grid point, then of its layouts, which are priced in turn.  With `worth`, all in seconds delivered.
-        """
-        # By hand nobody sends gradients of every micro-batch under a pipeline.
-        usual = (grid for grid in self.grids if grid.num_stages == 1 or grid.zero not in SHARDED)
-        number, queue = count(), list[tuple[float, int, Grid | UniformSearch]]()
-        for grid in usual:
-            boundaries = self._even_boundaries(grid.num_stages)
-            if boundaries is None:
-                outcome.pruned["more stages than layers"] += 1
-            elif not self.rules.allows_uniform(grid.num_ranks):
-                outcome.pruned["number of degrees"] += 1
-            else:
-                lower = self._quick.even_seconds(grid, boundaries)
-                queue.append((lower / worth(grid, lower) if worth else lower, next(number), grid))
-        heapq.heapify(queue)
-        while queue:
-            late = time.monotonic() > deadline and incumbent.layout is not None
-            if late or queue[0][0] >= incumbent.seconds:
-                outcome.complete = not late
-                outcome.pruned["time limit" if late else "seconds"] += len(queue)
-                break
-            least, _, entry = heapq.heappop(queue)
-            if isinstance(entry, UniformSearch):
-                incumbent.offer(entry.layout(), least)
-                continue
-            for search in self._even_layouts(entry, outcome):
-                lower = search.lower()
-                lower = lower / worth(search.grid, lower) if worth else lower
-                heapq.heappush(queue, (max(least, lower), next(number), search))
-        outcome.bound = incumbent.seconds if outcome.complete else queue[0][0]
-
-    def _even_layouts(self, grid: Grid, outcome: Outcome) -> Iterator[UniformSearch]:
-        """The uniform layouts of a grid point's variants that fit, in the recompute mode that is fastest."""
-        boundaries = self._even_boundaries(grid.num_stages)
-        assert boundaries is not None
-        for mode in self._modes:
-            # The first variant needs least memory, and no mode is faster than one that recomputes less.
-            search = UniformSearch(self.source, grid, boundaries, mode, capacity=self.capacity)
-            if search.fits:
-                for variant in self.distinct_variants(grid):
-                    search = UniformSearch(self.source, variant, boundaries, mode, capacity=self.capacity)
-                    if search.fits:
-                        yield search
-                return
-            outcome.pruned["memory" if search.divides else "divisibility"] += 1
-            if not search.state_fits:
-                return
-
-    def _even_boundaries(self, num_stages: int) -> tuple[int, ...] | None:
-        if num_stages not in self._even:
-            fixed = self.rules.boundaries
-            self._even[num_stages] = even_boundaries(self.model, num_stages) if fixed is None else fixed
-        return self._even[num_stages]
 
     def chain_of(self, freedom: Freedom) -> Chain:
         """The chain with the stage boundaries that a freedom allows."""

@@ -23,7 +23,7 @@ from planner.shadow_prices import shadow_prices
 from specs.base import load_document
 from specs.cluster import ClusterSpec, Precision
 from specs.errors import BadInputError
-from specs.plan import Objective, Plan, Prediction, Provenance, TrainingSpec
+from specs.plan import Contingency, Objective, Plan, Prediction, Provenance, TrainingSpec
 from specs.presets import load_cluster, load_model
 from specs.profile import Profile
 
@@ -109,7 +109,12 @@ def start_plan(
         constraints=constraints or Constraints(),
     )
     make_costs = costs_from(profile)
-    found = make_plan(
+    costs = survivors_costs(profile, training, machine)
+
+    def losses(plan: Plan, seconds: float) -> tuple[Contingency, ...]:
+        return contingencies(plan, costs, time_limit_seconds=AHEAD_SHARE * seconds)
+
+    return make_plan(
         problem,
         make_costs,
         objective=objective,
@@ -118,12 +123,8 @@ def start_plan(
         slowdown=slowdown,
         time_limit_seconds=time_limit_seconds,
         top_k=top_k,
+        losses=losses,
     )
-    assert found.certificate is not None, "make_plan certifies"
-    ahead = contingencies(
-        found, survivors_costs(profile, training, machine), time_limit_seconds=AHEAD_SHARE * found.certificate.seconds
-    )
-    return found.with_results(contingencies=ahead)
 
 
 def estimate_plan(path: Path, profile_path: Path | None) -> tuple[Plan, Prediction]:

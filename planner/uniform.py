@@ -4,17 +4,104 @@ data, tensor and pipeline parallelism, ZeRO-1 and all their combinations.
 
 from __future__ import annotations
 
+import heapq
+import time
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from planner.chain import even_boundaries
+from planner.goal import Worth
+from planner.grid_search import Incumbent
 from planner.layout import Layout
 from planner.options import OptionSource, Restriction
+from planner.outcome import Outcome
 from planner.paths import PipelineShape, pipeline_bound
-from planner.space import Grid
+from planner.space import SHARDED, Grid
 from specs.plan import Recompute
+
+if TYPE_CHECKING:
+    from planner.search import Searcher
+
+
+_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+class EvenSplits:
+    """The uniform layouts of a searcher's problem."""
+
+    def __init__(self, searcher: Searcher) -> None:
+        self._searcher = searcher
+        self._modes = [mode for mode in _MODES if self._may_run_in(mode)]
+        self._boundaries: dict[int, tuple[int, ...] | None] = {}
+
+    def search(self, incumbent: Incumbent, outcome: Outcome, worth: Worth | None, *, deadline: float) -> None:
+        """Add the best uniform layout to an outcome: of grid points by their bounds, the best first, then of their
+        layouts, which are priced in turn.  With `worth`, all in seconds delivered.
+        """
+        searcher = self._searcher
+        # By hand nobody sends gradients of every micro-batch under a pipeline.
+        usual = (grid for grid in searcher.grids if grid.num_stages == 1 or grid.zero not in SHARDED)
+        number, queue = count(), list[tuple[float, int, Grid | UniformSearch]]()
+        for grid in usual:
+            boundaries = self._boundaries_of(grid.num_stages)
+            if boundaries is None:
+                outcome.pruned["more stages than layers"] += 1
+            elif not searcher.rules.allows_uniform(grid.num_ranks):
+                outcome.pruned["number of degrees"] += 1
+            else:
+                lower = searcher.quick.even_seconds(grid, boundaries)
+                queue.append((lower / worth(grid, lower) if worth else lower, next(number), grid))
+        heapq.heapify(queue)
+        while queue:
+            late = time.monotonic() > deadline and incumbent.layout is not None
+            if late or queue[0][0] >= incumbent.seconds:
+                outcome.complete = not late
+                outcome.pruned["time limit" if late else "seconds"] += len(queue)
+                break
+            least, _, entry = heapq.heappop(queue)
+            if isinstance(entry, UniformSearch):
+                incumbent.offer(entry.layout(), least)
+                continue
+            for search in self._layouts(entry, outcome):
+                lower = search.lower()
+                lower = lower / worth(search.grid, lower) if worth else lower
+                heapq.heappush(queue, (max(least, lower), next(number), search))
+        outcome.bound = incumbent.seconds if outcome.complete else queue[0][0]
+
+    def _layouts(self, grid: Grid, outcome: Outcome) -> Iterator[UniformSearch]:
+        """The layouts of a grid point's variants that fit, in the recompute mode that is fastest."""
+        source, capacity = self._searcher.source, self._searcher.capacity
+        boundaries = self._boundaries_of(grid.num_stages)
+        assert boundaries is not None
+        for mode in self._modes:
+            # The first variant needs least memory, and no mode is faster than one that recomputes less.
+            search = UniformSearch(source, grid, boundaries, mode, capacity=capacity)
+            if search.fits:
+                for variant in self._searcher.distinct_variants(grid):
+                    search = UniformSearch(source, variant, boundaries, mode, capacity=capacity)
+                    if search.fits:
+                        yield search
+                return
+            outcome.pruned["memory" if search.divides else "divisibility"] += 1
+            if not search.state_fits:
+                return
+
+    def _may_run_in(self, mode: Recompute) -> bool:
+        """Whether the user's rules leave every module a way to run when all others recompute in this mode."""
+        chain = self._searcher.chain
+        pairs = zip(chain.modules, chain.rules, strict=True)
+        return all(Restriction(recompute=mode).modes_of(module, rule) for module, rule in pairs)
+
+    def _boundaries_of(self, num_stages: int) -> tuple[int, ...] | None:
+        if num_stages not in self._boundaries:
+            searcher, fixed = self._searcher, self._searcher.rules.boundaries
+            self._boundaries[num_stages] = even_boundaries(searcher.model, num_stages) if fixed is None else fixed
+        return self._boundaries[num_stages]
 
 
 class UniformSearch:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from planner.describe import describe
 from planner.grid_search import Incumbent
-from planner.ladder import NOTHING, climb
+from planner.ladder import NOTHING, Climb
 from planner.layout import Layout, make_replicas
 from planner.problem import Pricer, Problem
 from planner.search import TOLERANCE, Freedom, Searcher
@@ -43,8 +43,9 @@ def for_unlike_devices(
     assert made.certificate is not None
     equal = replace(problem, cluster=problem.cluster.model_copy(update={"slow": {}}))
     equal_pricer = Pricer(equal, searcher)
-    incumbent = Incumbent(equal_pricer.seconds)
-    outcome = climb(searcher.within(searcher.capacity), incumbent, freedom, deadline=deadline)[-1].outcome
+    climb = Climb(searcher.within(searcher.capacity), equal_pricer, freedom, deadline=deadline)
+    outcome, _ = climb.top.outcome, climb.rungs()
+    incumbent = climb.incumbent
     pricer, costs = Pricer(problem, searcher), searcher.source.costs
     fixed = searcher.rules.boundaries is not None
     by_step = made.certificate.objective == "step-time"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from cost_models.sources import device_costs
 from cost_models.speeds import with_speeds
 from cost_models.step import price
-from planner.ladder import climb
+from planner.ladder import Climb
 from planner.make import make_plan
 from planner.problem import Problem
 from planner.space import Grid, Topology
@@ -169,13 +169,13 @@ def test_the_rung_pays_on_a_real_model(unlike, least):
 def test_shapes_that_the_search_has_not_priced_are_adapted(monkeypatch):
     """Ruled out with equal ranks, or without time for them: here the search knows even stages of whole nodes only."""
 
-    def of_whole_nodes(searcher, incumbent, _, *, deadline):
+    def of_whole_nodes(searcher, pricer, _, *, deadline):
         own = searcher.within(searcher.capacity)
         own.grids = [grid for grid in own.grids if grid.num_ranks == 8]
-        return climb(own, incumbent, "uniform", deadline=deadline)
+        return Climb(own, pricer, "uniform", deadline=deadline)
 
     for module in ("make", "unlike_rung"):
-        monkeypatch.setattr(f"planner.{module}.climb", of_whole_nodes)
+        monkeypatch.setattr(f"planner.{module}.Climb", of_whole_nodes)
     machine = load_cluster("h100x16").model_copy(update={"slow": {3: 0.8, 12: 0.7}})
     problem = Problem(load_model("llama-3-8b"), machine, TrainingSpec(global_batch=128, seq_len=8192), MADE)
     plan = make_plan(problem, device_costs, objective="step-time", freedom="modules", time_limit_seconds=30, top_k=0)

@@ -1,0 +1,94 @@
+"""Work in a second process: the same results as without one, errors handed on, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from cost_models.sources import device_costs
+from planner import beside, ladder
+from planner.beside import Beside
+from planner.make import Problem, make_plan
+from specs.errors import NoPlanFitsError
+from specs.plan import Certificate, Provenance, TrainingSpec
+from specs.presets import cluster_preset, model_preset
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has."""
+    monkeypatch.setattr(beside, "_may_fork", lambda: True)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_second_process_does_the_work_and_changes_nothing_here():
+    seen: list[int] = [1]
+
+    def work() -> tuple[int, list[int]]:
+        seen.append(2)
+        return os.getpid(), seen
+
+    pid, found = Beside(work).result()
+    assert pid != os.getpid()
+    assert (seen, found) == ([1], [1, 2])
+    assert Beside(work, small=True).result() == (os.getpid(), [1, 2])
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_what_the_work_raises_is_raised_where_its_result_is_asked_for():
+    def work() -> None:
+        raise NoPlanFitsError("nothing fits")
+
+    job = Beside(work)
+    with pytest.raises(NoPlanFitsError, match="nothing fits") as raised:
+        job.result()
+    assert "in work" in str(raised.value.__cause__), "the traceback of the other process"
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_process_that_dies_is_told_of():
+    job = Beside(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        job.result()
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_nothing_is_left_when_nobody_waits():
+    job = Beside(lambda: time.sleep(60.0))
+    process = job._process
+    assert process.is_alive()
+    del job
+    process.join(10.0)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_where_forking_is_not_safe_all_is_done_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(beside.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert Beside(os.getpid).result() == os.getpid()
+    monkeypatch.setattr(beside.sys, "platform", "darwin")
+    assert Beside(os.getpid).result() == os.getpid()
+
+
+@pytest.mark.parametrize("objective", ["goodput", "step-time", "memory"])
+def test_a_plan_is_the_same_on_one_core_and_on_two(monkeypatch: pytest.MonkeyPatch, objective):
+    problem = Problem(
+        model_preset("llama-3-8b"),
+        cluster_preset("h100x8"),
+        TrainingSpec(global_batch=64, seq_len=8192),
+        Provenance(created_by="tests", created_at="2026-01-01T00:00:00Z"),
+        memory_cap_bytes=64 * 2**30,
+    )
+    plans = []
+    for forks in (False, True):
+        monkeypatch.setattr(beside, "_may_fork", lambda forks=forks: forks)
+        monkeypatch.setattr(ladder, "SMALL", 0.0)
+        plan = make_plan(problem, device_costs, objective=objective, freedom="cuts")
+        assert isinstance(plan.certificate, Certificate)
+        plans.append(plan.with_results(certificate=plan.certificate.model_copy(update={"seconds": 0.0})))
+    assert plans[0] == plans[1]
+    assert len(plans[0].ladder) == 5 + (objective != "step-time")
+    seconds = [rung.step_time_seconds for rung in plans[0].ladder[:5]]
+    assert seconds == sorted(seconds, reverse=True)
