@@ -10,8 +10,7 @@ def undominated(costs: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Rows of [option, cost] that no other row equals or beats in everything."""
     if len(costs) == 1:
         return np.zeros(1, dtype=np.int64)
-    order = np.lexsort(costs.T[::-1])
-    ordered = costs[order]
-    beaten = (ordered[:, None, :] <= ordered[None, :, :]).all(axis=2)
-    # An earlier row beats; of equal rows the first stays.  (Sorted, so no later row beats an unequal earlier one.)
-    return order[~np.triu(beaten, k=1).any(axis=0)]
+    below = (costs[:, None, :] <= costs[None, :, :]).all(axis=2)
+    # Of equal rows the first stays.
+    beaten = below & ~(below.T & np.tri(len(costs), dtype=bool))
+    return np.flatnonzero(~beaten.any(axis=0))

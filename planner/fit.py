@@ -12,7 +12,8 @@ import numpy.typing as npt
 from cost_models.interface import CostModel
 from planner.blocks import stage_degrees
 from planner.chain import NO_CONTENT, Chain
-from planner.options import Menu, OptionSource, Restriction
+from planner.options import Menu, OptionSource
+from planner.restriction import Restriction
 from planner.space import Grid, Topology, enumerate_grids
 from planner.stage import OptionTable
 from specs.cluster import ClusterSpec

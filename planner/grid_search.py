@@ -32,7 +32,7 @@ from planner.rates import Exposure
 from planner.space import Grid
 from planner.stage import OptionTable, Weights
 from planner.stage_bounds import Place, StageBounds, StageResult
-from planner.windows import Least, Runs, all_runs, possible_runs
+from planner.windows import Least, Runs, all_runs, distinct, possible_runs
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -278,7 +278,7 @@ class GridSearch:
             numbers.setdefault(place, []).append(own.numbers)
             weights = asked.setdefault(place, [self._alone, self._total, self._ending(place)])
             weights += [need.weights for need in self._needed[stage]]
-        some = {place: np.unique(np.concatenate(of)) for place, of in numbers.items()}
+        some = {place: distinct(of, len(self.chain.counts)) for place, of in numbers.items()}
         self._bounds.bound({place: list(dict.fromkeys(of)) for place, of in asked.items()}, some)
 
     def _stage_values(self, stage: int, numbers: Ints) -> StageValues:

@@ -6,7 +6,8 @@ the least first, and each bound is made sharper only when its turn comes:
 
     1  a grid point       its work, spread evenly over the stages
     2  a split            max over stages of pre_s + m T_s + post_s, one micro-batch through all; whatever the memory
-    3  a variant of it    the same within memory, with what comes once a step; then simulated (`interleaved_point`)
+                          the same within memory
+    3  a variant of it    with what comes once a step; then simulated (`interleaved_point`)
 
     T_s = sum over the virtual stages of s of (f + b)      x seconds between stages; on virtual stage 0
     pre_s = sum over i < s of (f_i + x_i)                  post_s = sum over i < s of (b_i + x_i)
@@ -26,7 +27,8 @@ import numpy.typing as npt
 
 from planner.goal import Worth, WorthView
 from planner.grid_search import Best, Incumbent
-from planner.interleaved_point import Costs, Point, before, ring_seconds
+from planner.interleaved_held import held_at_first
+from planner.interleaved_point import Costs, Point, before, ring_seconds, there_and_back
 from planner.interleaved_split import MOST_VIRTUAL, splits
 from planner.interleaved_stage import Columns, Ints
 from planner.options import Menu, OptionSource
@@ -62,7 +64,7 @@ class Interleaved:
         space = Space(searcher)
         free = searcher.rules.boundaries is None
         self.nodes: list[Node] = [
-            _Shape(space, grid, searcher.quick_bound(grid))
+            _Shape(space, grid, searcher.evenly(grid))
             for grid in searcher.grids
             if free and grid.schedule == "1f1b" and grid.zero not in SHARDED and grid.context == 1
             if grid.num_stages > 1 and grid.num_micro_batches > 1
@@ -144,16 +146,33 @@ class Space:
         counts: Ints = np.diff(self._before[list(boundaries)], axis=0)
         return counts
 
-    def costs(self, variant: Grid, grid: Grid, number: int) -> Costs:
-        """Of a variant and its interleaved grid point, with one of its menus.
-
-        A virtual stage sends and receives as a stage does, so the edges of all take V times the bytes.
+    def may_fit(self, grid: Grid, splits: Sequence[tuple[int, ...]], menu: Menu) -> npt.NDArray[np.bool_]:
+        """Of each split of an interleaved grid point: False where a stage's smallest options are too much before its
+        first backward.
         """
+        columns, held = self.columns(menu), held_at_first(grid)
+        least = (columns.static + held[:, :, None, None] * columns.activation).min(axis=3)  # [stage, v, kind]
+        counts = np.stack([self.counts(split) for split in splits])
+        counts = counts.reshape(len(splits), grid.num_virtual, grid.num_stages, -1).swapaxes(1, 2)
+        used = (counts * least).sum(axis=(2, 3))
+        used += np.where(counts.sum(axis=2) > 0, columns.working.min(axis=1), 0.0).max(axis=2)
+        fits: npt.NDArray[np.bool_] = (used <= self._room(grid, replace(grid, schedule="1f1b", num_virtual=1))).all(
+            axis=1
+        )
+        return fits
+
+    def _room(self, grid: Grid, variant: Grid) -> float:
+        """Bytes for the modules of an interleaved grid point.  A virtual stage sends and receives as a stage does, so
+        the edges of all take V times the bytes.
+        """
+        return self._capacity - grid.num_virtual * self.source.edge_bytes(variant)
+
+    def costs(self, variant: Grid, grid: Grid, number: int) -> Costs:
+        """Of a variant and its interleaved grid point, with one of its menus."""
         key = (grid, number)
         if key not in self._costs:
             menu = self.menus(variant)[number]
-            capacity = self._capacity - grid.num_virtual * self.source.edge_bytes(variant)
-            self._costs[key] = Costs(grid, menu, self.columns(menu), capacity, self.source)
+            self._costs[key] = Costs(grid, menu, self.columns(menu), self._room(grid, variant), self.source)
         return self._costs[key]
 
 
@@ -168,46 +187,58 @@ class _Shape:
         self.bound = bound
         self._space = space
 
-    def refine(self, best: Best) -> list[_Split]:  # noqa: ARG002 (all nodes have it)
-        """Every split of every V, bounded whatever the memory."""
+    def refine(self, best: Best) -> list[Split]:  # noqa: ARG002 (all nodes have it)
+        """Every split of every V, bounded whatever the memory; those that cannot fit are out."""
         space, grid = self._space, self.grid
         rings = np.minimum.reduce([ring_seconds(variant, space.source) for variant in space.variants(grid)])
         found = []
         for number, menu in enumerate(space.menus(grid)):
             seconds = _least_by_module(space, menu)
             for num_virtual in range(2, MOST_VIRTUAL + 1):
-                virtual = replace(grid, schedule="interleaved", num_virtual=num_virtual)
-                for boundaries in space.splits(grid.num_stages, num_virtual):
-                    bound = _whatever_memory(virtual, boundaries, seconds, rings, space.source)
-                    found.append(_Split(space, virtual, boundaries, number, max(bound, self.bound)))
+                splits = space.splits(grid.num_stages, num_virtual)
+                if splits:
+                    virtual = replace(grid, schedule="interleaved", num_virtual=num_virtual)
+                    bounds = _whatever_memory(virtual, splits, seconds, rings, space.source)
+                    bounds[~space.may_fit(virtual, splits, menu)] = np.inf
+                    found += [
+                        Split(space, virtual, split, number, rings, max(bound, self.bound))
+                        for split, bound in zip(splits, bounds.tolist(), strict=True)
+                    ]
         return found
 
 
-class _Split:
+class Split:
     """A split of one grid point, and which of its menus the modules choose from."""
 
     closed = False
     num_labels = 0
 
-    def __init__(self, space: Space, grid: Grid, boundaries: tuple[int, ...], menu: int, bound: float) -> None:
+    def __init__(
+        self, space: Space, grid: Grid, boundaries: tuple[int, ...], menu: int, ring: Floats, bound: float
+    ) -> None:
+        """`ring`: the least seconds between stages of all variants."""
         self.grid = grid
         self.bound = bound
         self._space = space
-        self._boundaries = boundaries
+        self.boundaries = boundaries
         self._menu = menu
+        self._ring = ring
+        self._within_memory = False
 
-    def refine(self, best: Best) -> list[Point]:  # noqa: ARG002
-        """Its variants, bounded within memory."""
-        space = self._space
-        counts = space.counts(self._boundaries).reshape(self.grid.num_virtual, self.grid.num_stages, -1)
-        found = []
+    def refine(self, best: Best) -> list[Split] | list[Point]:  # noqa: ARG002
+        """The same within memory; then its variants."""
+        space, found = self._space, list[Point]()
+        counts = space.counts(self.boundaries).reshape(self.grid.num_virtual, self.grid.num_stages, -1)
         for variant in space.variants(replace(self.grid, schedule="1f1b", num_virtual=1)):
             grid = replace(variant, schedule="interleaved", num_virtual=self.grid.num_virtual)
-            point = Point(grid, self._boundaries, counts, space.costs(variant, grid, self._menu), space.source)
+            costs = space.costs(variant, grid, self._menu)
+            if not self._within_memory:  # by the first variant, which shards the optimizer: the others hold no less
+                self._within_memory = True
+                self.bound = max(self.bound, there_and_back(grid, counts, costs, self._ring, space.source))
+                return [self]
+            point = Point(grid, self.boundaries, counts, costs, space.source)
             point.bound = max(point.bound, self.bound)
             found.append(point)
-            if not np.isfinite(point.bound):
-                break  # those that shard the optimizer come first: the others hold no less
         return found
 
 
@@ -226,15 +257,16 @@ def _least_by_module(space: Space, menu: Menu) -> _LeastSeconds:
 
 
 def _whatever_memory(
-    grid: Grid, boundaries: tuple[int, ...], seconds: _LeastSeconds, ring: Floats, source: OptionSource
-) -> float:
-    """The second bound above."""
-    overhead, shape = source.costs.overhead, (grid.num_virtual, grid.num_stages)
+    grid: Grid, splits: Sequence[tuple[int, ...]], seconds: _LeastSeconds, ring: Floats, source: OptionSource
+) -> Floats:
+    """The second bound above, of each split."""
+    overhead, shape = source.costs.overhead, (len(splits), grid.num_virtual, grid.num_stages)
     host = overhead.other_seconds_per_action
-    at = np.array(boundaries)
+    at = np.array(splits)
     forward, backward, both = (np.diff(of[at]).reshape(shape) for of in seconds)
-    pre, post = before(forward[0] + host + ring), before(backward[0] + host + ring)
-    work = both.sum(axis=0) + 2.0 * host * grid.num_virtual
+    pre, post = before(forward[:, 0] + host + ring), before(backward[:, 0] + host + ring)
+    work = both.sum(axis=1) + 2.0 * host * grid.num_virtual
     links = 2.0 * (grid.num_virtual * float(ring.sum()) - float(ring[-1]))
-    longest = max(float((pre + grid.num_micro_batches * work + post).max()), float(work.sum()) + links)
-    return longest + overhead.other_seconds_per_step
+    longest = np.maximum((pre + grid.num_micro_batches * work + post).max(axis=1), work.sum(axis=1) + links)
+    bounds: Floats = longest + overhead.other_seconds_per_step
+    return bounds

@@ -9,7 +9,7 @@ or the first stage alone does, since it ends with the step, and the others take 
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import itemgetter
 
 import numpy as np
@@ -20,12 +20,13 @@ from cost_models.pipeline import simulate_actions
 from cost_models.stragglers import expected_maximum
 from planner.blocks import stage_degrees
 from planner.grid_search import Best
+from planner.interleaved_held import held_on
 from planner.interleaved_stage import Columns, Ints, Relaxed, Selection, StageSolver
 from planner.layout import Layout
 from planner.options import Menu, OptionSource
 from planner.rates import Exposure
 from planner.space import Grid
-from specs.schedule import pipeline_actions, stage_actions
+from specs.schedule import pipeline_actions
 
 Floats = npt.NDArray[np.float64]
 
@@ -96,19 +97,16 @@ class Point:
 
     def _relaxed(self) -> float:
         """A bound before any stage is solved."""
-        grid, costs, counts = self.grid, self._costs, self._counts.swapaxes(0, 1).astype(np.float64)
-        hosts = 2.0 * grid.num_micro_batches * grid.num_virtual * self._host
-        own = costs.work.bounds(counts) + hosts
-        if not np.isfinite(own).all():
+        costs, host = self._costs, self._host
+        there_and_back, pre, stages = _paths(self.grid, self._counts, costs, costs.ring, host)
+        if not np.isfinite(there_and_back):
             return np.inf
-        columns, first, totals = costs.columns, counts[:, 0], counts.sum(axis=1)
-        pre = before(first @ columns.forward.min(axis=1) + self._host + costs.ring)
-        post = before(first @ columns.backward.min(axis=1) + self._host + costs.ring)
-        longest = there_and_back = float((pre + own + post).max())
+        columns, longest, totals = costs.columns, there_and_back, stages.sum(axis=1)
+        hosts = 2.0 * self.grid.num_micro_batches * self.grid.num_virtual * host
         for line, ends in zip(costs.exposures, costs.ends, strict=True):
-            less = line.of_sync * costs.less + line.of_backward * grid.num_virtual * self._host
+            less = line.of_sync * costs.less + line.of_backward * self.grid.num_virtual * host
             back = there_and_back + float(totals[0] @ costs.after(line).min(axis=1)) - less
-            longest = max(longest, back, float((pre + ends.bounds(counts)).max()) + hosts - less)
+            longest = max(longest, back, float((pre + ends.bounds(stages)).max()) + hosts - less)
         update = float((totals @ columns.update.min(axis=1)).max())
         spread = float((totals @ columns.spread.min(axis=1)).max())
         return longest + update + self._other + self._straggler(spread)
@@ -118,18 +116,20 @@ class Point:
 
     def _selections(self, solver: StageSolver) -> set[tuple[Selection, ...]]:
         """For every stage; none where one of them does not fit."""
-        costs, stages, m = self._costs, range(self.grid.num_stages), self.grid.num_micro_batches
+        costs, stages, m = self._costs, range(1, self.grid.num_stages), self.grid.num_micro_batches
         totals = self._counts.sum(axis=(0, 1))
         line = max(costs.exposures, key=lambda line: float(totals @ costs.after(line).min(axis=1)))
         work = m * (costs.columns.forward + costs.columns.backward)
         ending = work + costs.after(line) + costs.columns.update
-        solved = [
-            [solver.solve(self._counts[:, s], costs.held[s], weighted) for weighted in (ending, work)] for s in stages
-        ]
-        if any(None in own for own in solved):
-            return set()
-        found = [[one.selection for one in own if one is not None] for own in solved]
-        return {(found[0][0], *(own[others] for own in found[1:])) for others in (0, 1)}
+        first = solver.solve(self._counts[:, 0], costs.held[0], ending)
+        found = set()
+        for weighted in (ending, work):
+            solved = [first, *(solver.solve(self._counts[:, s], costs.held[s], weighted) for s in stages)]
+            fitting = tuple(one.selection for one in solved if one is not None)
+            if len(fitting) < len(solved):
+                return set()
+            found.add(fitting)
+        return found
 
     def _lower(self, selections: tuple[Selection, ...]) -> float:
         """A bound of a layout's price: simulated, with what comes once a step."""
@@ -170,6 +170,23 @@ class Point:
         return Layout(grid, self.boundaries, tuple(runs))
 
 
+def there_and_back(grid: Grid, counts: Ints, costs: Costs, ring: Floats, source: OptionSource) -> float:
+    """Step seconds of a split within memory at least, without what comes once a step; `counts` [v, stage, kind]."""
+    overhead = source.costs.overhead
+    longest, _, _ = _paths(grid, counts, costs, ring, overhead.other_seconds_per_action)
+    return longest + overhead.other_seconds_per_step
+
+
+def _paths(grid: Grid, counts: Ints, costs: Costs, ring: Floats, host: float) -> tuple[float, Floats, Floats]:
+    """The longest pre + m T + post within memory, pre of each stage, and modules [stage, v, kind]."""
+    stages = counts.swapaxes(0, 1).astype(np.float64)
+    own = costs.work.bounds(stages) + 2.0 * grid.num_micro_batches * grid.num_virtual * host
+    columns, first = costs.columns, stages[:, 0]
+    pre = before(first @ columns.forward.min(axis=1) + host + ring)
+    post = before(first @ columns.backward.min(axis=1) + host + ring)
+    return float((pre + own + post).max()), pre, stages
+
+
 def ring_seconds(grid: Grid, source: OptionSource) -> Floats:
     """From each stage to the next, and from the last to the first."""
     ends = np.array([grid.stage_positions(stage)[0, 0] for stage in (grid.num_stages - 1, 0)])
@@ -184,8 +201,8 @@ def ring_seconds(grid: Grid, source: OptionSource) -> Floats:
 
 
 def before(seconds: Floats) -> Floats:
-    """Sums of all entries before each."""
-    return np.cumsum(seconds) - seconds
+    """Sums of all entries before each, along the last axis."""
+    return np.cumsum(seconds, axis=-1) - seconds
 
 
 def _by_run(selection: Selection, of: Floats) -> Floats:
@@ -196,27 +213,3 @@ def _by_run(selection: Selection, of: Floats) -> Floats:
             for own in selection
         ]
     )
-
-
-def held_on(grid: Grid) -> tuple[Ints, ...]:
-    """What every stage holds at the moments at which it is fullest, [moment, v]."""
-    return _held(grid.num_stages, grid.num_micro_batches, grid.num_virtual)
-
-
-@lru_cache(maxsize=1024)
-def _held(num_stages: int, num_micro_batches: int, num_virtual: int) -> tuple[Ints, ...]:
-    """As `specs.schedule.most_held`, of all stages.  With turns all alike, more than three only repeat what happens."""
-    few = min(num_micro_batches, 3 * num_stages) if num_micro_batches % num_stages == 0 else num_micro_batches
-    found = []
-    for stage in range(num_stages):
-        actions = stage_actions(
-            "interleaved", stage=stage, num_stages=num_stages, num_micro_batches=few, num_virtual=num_virtual
-        )
-        change = np.zeros((len(actions), num_virtual), dtype=np.int64)
-        change[np.arange(len(actions)), [action.virtual for action in actions]] = [
-            1 if action.kind == "F" else -1 for action in actions
-        ]
-        moments = np.unique(change.cumsum(axis=0), axis=0)
-        beaten = (moments[:, None] <= moments[None]).all(axis=2).sum(axis=1) > 1
-        found.append(moments[~beaten])
-    return tuple(found)

@@ -49,14 +49,13 @@ class Columns:
 
     @classmethod
     def of(cls, menu: Menu) -> Columns:
-        most = max(table.forward.size for table in menu.tables)
-
-        def column(name: str) -> Floats:
-            rows = [getattr(table, name) for table in menu.tables]
-            return np.stack([np.pad(row, (0, most - row.size), mode="edge") for row in rows])
-
         names = ("forward", "backward", "sync", "update", "spread", "static", "activation", "working")
-        return cls(*map(column, names))
+        rows = np.empty((len(names), len(menu.tables), max(table.forward.size for table in menu.tables)))
+        for kind, table in enumerate(menu.tables):
+            own = np.array([getattr(table, name) for name in names])
+            rows[:, kind, : own.shape[1]] = own
+            rows[:, kind, own.shape[1] :] = own[:, -1:]
+        return cls(*rows)
 
 
 class Solved(NamedTuple):

@@ -132,8 +132,8 @@ def choose_beside(
     The largest is no sum, so each of its possible values is tried, those of the least bounds first; any `prices` of a
     byte give bounds.
     """
-    works = np.unique(np.concatenate(list(working)))
-    works = works[works >= max(float(own.min()) for own in working)]
+    least_working = max(float(own.min()) for own in working)
+    works = np.array(sorted({work for own in working for work in own.tolist() if work >= least_working}))
     duals = -(capacity - works)[:, None] * prices
     for count, s, m, own in zip(counts, seconds, memory, working, strict=True):
         order = np.argsort(own)
@@ -176,22 +176,31 @@ def _least(
     least = [float(d.min()) for d in duals]
     allowance = limit - (sum(n * d for n, d in zip(counts, least, strict=True)) - price * capacity)
     usable = [np.flatnonzero(d - low <= allowance) for d, low in zip(duals, least, strict=True)]
-    parts = [
-        _outcomes(count, np.stack([s[u] - low, m[u]]), price, allowance)
-        for count, s, low, m, u in zip(counts, seconds, least, memory, usable, strict=True)
-    ]
-    order = sorted(range(len(parts)), key=lambda kind: parts[kind].values.shape[1])
-    rest = sum(float(part.values[1].min()) for part in parts)
+    selection = [[(int(own[0]), n)] for own, n in zip(usable, counts, strict=True)]
+    free = [kind for kind, own in enumerate(usable) if own.size > 1]
+    fixed = [(kind, int(own[0])) for kind, own in enumerate(usable) if own.size == 1]
+    room = capacity - sum(counts[kind] * float(memory[kind][option]) for kind, option in fixed)
+    allowance -= sum(counts[kind] * (float(duals[kind][option]) - least[kind]) for kind, option in fixed)
+    parts = {
+        kind: _outcomes(
+            counts[kind],
+            np.array([seconds[kind][usable[kind]] - least[kind], memory[kind][usable[kind]]]),
+            price,
+            allowance,
+        )
+        for kind in free
+    }
+    order = sorted(free, key=lambda kind: parts[kind].values.shape[1])
+    rest = sum(float(part.values[1].min()) for part in parts.values())
     state = np.zeros((2, 1))
     steps: list[tuple[Ints, Ints]] = []
     for kind in order:
         rest -= float(parts[kind].values[1].min())
-        state, before, own = _together(state, parts[kind].values, price, allowance, capacity - rest)
+        state, before, own = _together(state, parts[kind].values, price, allowance, room - rest)
         steps.append((before, own))
     if not state.shape[1]:
         return None
     index = int(state[0].argmin())
-    selection: list[list[tuple[int, int]]] = [[] for _ in parts]
     for kind, (before, own) in zip(reversed(order), reversed(steps), strict=True):
         taken = parts[kind].taken[own[index]].tolist()
         selection[kind] = [(option, n) for option, n in zip(usable[kind].tolist(), taken, strict=True) if n]

@@ -184,7 +184,7 @@ class PipelineShape:
         most = self.num_stages - 1 if self.schedule != "gpipe" else 1
         if most <= MOST_SHORTS:
             return np.arange(max(most, 1))
-        return np.unique(np.linspace(0, most - 1, MOST_SHORTS).round().astype(np.int64))
+        return np.array(sorted({round(short) for short in np.linspace(0, most - 1, MOST_SHORTS).tolist()}))
 
 
 def pipeline_bound(

@@ -1,15 +1,14 @@
-"""Bounds that cost nearly nothing: all work, spread evenly over the stages, memory aside."""
+"""Bounds that cost nearly nothing: all work, as well spread over the stages as can be, memory aside."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.options import OptionSource, Restriction
+from planner.options import OptionSource
 from planner.space import SHARDED, Grid
 
 
@@ -23,6 +22,15 @@ class _Once(NamedTuple):
     each: npt.NDArray[np.float64]
 
 
+def filled(num_stages: int, num_micro_batches: int) -> float:
+    """Seconds of a pipeline at least, for each second that a micro-batch takes along all stages, however it is cut.
+
+    # max over s of  sum over i < s of T_i + m T_s  >= T / (1 - (1 - 1 / m)^P)
+    #   T_s seconds of stage s, T their sum; it is least where all of these are equal, T_s = T_0 (1 - 1 / m)^s
+    """
+    return float(1.0 / (1.0 - (1.0 - 1.0 / num_micro_batches) ** num_stages))
+
+
 class QuickBounds:
     """Of the grid points of one problem; what depends on a stage's ranks and micro-batch alone is asked for once."""
 
@@ -33,21 +41,26 @@ class QuickBounds:
         self._counts: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}  # of distinct modules, by stage
 
     def seconds(self, grid: Grid) -> float:
-        """Step seconds that no layout of a grid point beats, memory aside: all work, spread evenly over the stages."""
+        """Step seconds that no layout of a grid point beats, memory aside: all work, as well spread as can be."""
         if grid not in self._known:
             self._known[grid] = self._seconds(grid)
         return self._known[grid]
 
-    def _seconds(self, grid: Grid) -> float:
+    def evenly(self, grid: Grid) -> float:
+        """The same of interleaved layouts, too, which fill and drain the pipeline in parts: all work, spread evenly."""
         once = self._quick_seconds(grid)
         host = self._source.costs.overhead.other_seconds_per_action
         m, stages = grid.num_micro_batches, grid.num_stages
-        if grid.schedule == "gpipe":
-            pipeline = once.all * (1.0 + (m - 1) / stages) + 2.0 * host * (stages + m - 1)
-        else:
-            actions = 2.0 + (grid.schedule == "zb-h1")
-            pipeline = max(once.passed + 2.0 * host * stages, m * (once.all / stages + actions * host))
+        actions = 2.0 + (grid.schedule == "zb-h1")
+        pipeline = max(once.passed + 2.0 * host * stages, m * (once.all / stages + actions * host))
         return pipeline + self._source.costs.overhead.other_seconds_per_step
+
+    def _seconds(self, grid: Grid) -> float:
+        overhead, m, stages = self._source.costs.overhead, grid.num_micro_batches, grid.num_stages
+        along = self._quick_seconds(grid).passed + 2.0 * overhead.other_seconds_per_action * stages
+        gpipe = grid.schedule == "gpipe"
+        pipeline = along * (1.0 + (m - 1) / stages if gpipe else filled(stages, m))
+        return max(self.evenly(grid), pipeline + overhead.other_seconds_per_step)
 
     def _quick_seconds(self, grid: Grid) -> _Once:
         """Least seconds of one micro-batch through all modules."""
@@ -55,11 +68,11 @@ class QuickBounds:
         shape = () if inside else (grid.num_stages, grid.num_replicas)  # which stages leave their domain
         key = (grid.num_ranks, grid.micro_batch, grid.num_stages > 1, grid.schedule == "zb-h1", *shape)
         if key not in self._quick:
-            menu = self._source.menu(replace(grid, zero=1), Restriction())
-            each = np.full((2, len(self._source.chain.modules)), np.inf)
-            if menu is not None:
-                passed = [float((table.forward + table.backward).min()) for table in menu.tables]
-                every = [float((table.forward + table.backward + table.weight).min()) for table in menu.tables]
+            ways = [self._source.ways.of(kind, grid) for kind in range(len(self._source.chain.modules))]
+            each = np.full((2, len(ways)), np.inf)
+            if all(own.options for own in ways):
+                passed = [float((own.forward + own.backward).min()) for own in ways]
+                every = [float((own.forward + own.backward + own.weight).min()) for own in ways]
                 each = np.array([every, passed])
             all_modules, passed_modules = (each @ self._source.chain.totals).tolist()
             self._quick[key] = _Once(all_modules, passed_modules, each)

@@ -23,9 +23,10 @@ from planner.constraints import Rules
 from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
 from planner.interleaved import Interleaved
-from planner.options import Menu, OptionSource, Restriction
+from planner.options import Menu, OptionSource
 from planner.outcome import Outcome
 from planner.quick_bounds import QuickBounds
+from planner.restriction import Restriction
 from planner.shape_bound import shape_bound
 from planner.space import Grid, Topology, enumerate_grids, variants
 from planner.uniform import EvenSplits
@@ -85,7 +86,7 @@ class Searcher:
         self._discarded: dict[Grid, tuple[str, float]] = {}
         self._fine: Chain | None = None
         self.quick = QuickBounds(self.source)
-        self.quick_bound = self.quick.seconds
+        self.quick_bound, self.evenly = self.quick.seconds, self.quick.evenly
         # Step seconds that no layout of a grid point beats, as far as searches of a freedom have shown.
         self._known: dict[tuple[Freedom, Grid], float] = {}
         self._shapes: dict[tuple[Freedom, Grid], float] = {}
@@ -216,7 +217,7 @@ class Searcher:
     def _promise(self, grid: Grid) -> float:
         """What a grid point may take with its pipeline filled and drained: no bound, but tells which to try first."""
         bubble = (grid.num_stages - 1) / grid.num_micro_batches
-        return self.quick_bound(grid) * (1.0 + bubble * (0.4 if grid.schedule == "zb-h1" else 1.0))
+        return self.evenly(grid) * (1.0 + bubble * (0.4 if grid.schedule == "zb-h1" else 1.0))
 
     def _relaxed_bound(self, grid: Grid, freedom: Freedom, enough: float) -> tuple[str | None, float]:
         """Why no variant of a grid point can be below `enough` (None: one may be), and the bound that says so."""
@@ -322,8 +323,7 @@ class Searcher:
             if self.source.tied and grid.num_stages == 1:
                 restrictions += [replace(one, tied=degree) for one in restrictions for degree in one.degrees or usual]
             found = (self.source.menu(grid, restriction, optimistic=optimistic) for restriction in restrictions)
-            menus = [menu for menu in found if menu is not None]
-            if menus:
+            if menus := [menu for menu in found if menu is not None]:
                 yield menus
 
     def chain_of(self, freedom: Freedom) -> Chain:

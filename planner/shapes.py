@@ -35,7 +35,7 @@ def promising(
     groups: defaultdict[Shape, list[Grid]] = defaultdict(list)
     for grid in searcher.grids:
         groups[shape(grid)].append(grid)
-    guessed = [(min(map(searcher.quick_bound, own)) * slowed(own[0]), own) for own in groups.values()]
+    guessed = [(min(map(searcher.evenly, own)) * slowed(own[0]), own) for own in groups.values()]
     return sorted((one for one in guessed if one[0] < float("inf")), key=lambda one: one[0])
 
 

@@ -151,8 +151,8 @@ class Topology:
         """What kinds of groups there are, by their positions, [group, member]."""
         nodes = self._nodes[groups]
         size = groups.shape[1]
-        together = np.unique((nodes == nodes[:, :1]).sum(axis=1))
-        return {Span(size, "scale_up" if number == size else "scale_out", number) for number in together.tolist()}
+        together = set((nodes == nodes[:, :1]).sum(axis=1).tolist())
+        return {Span(size, "scale_up" if number == size else "scale_out", number) for number in together}
 
 
 def divisors(number: int) -> list[int]:

@@ -18,9 +18,10 @@ from planner.chain import even_boundaries
 from planner.goal import Worth
 from planner.grid_search import Incumbent
 from planner.layout import Layout
-from planner.options import OptionSource, Restriction
+from planner.options import OptionSource
 from planner.outcome import Outcome
 from planner.paths import PipelineShape, pipeline_bound
+from planner.restriction import Restriction
 from planner.space import SHARDED, Grid
 from specs.plan import Recompute
 

@@ -13,6 +13,7 @@ does all of its work, m (T + w) <= Z.  Runs that no chain of P such runs passes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,6 +89,11 @@ def possible_runs(shape: PipelineShape, contents: Ints, least: Least, below: flo
     if not all(some.size for some in found):
         return None
     return [Runs(starts[some], stops[some], numbers[some]) for some in found]
+
+
+def distinct(numbers: Sequence[Ints], size: int) -> Ints:
+    """All of some numbers below `size`, ascending, each once."""
+    return np.flatnonzero(_marked(size, np.concatenate(list(numbers))))
 
 
 def _marked(size: int, positions: Ints) -> npt.NDArray[np.bool_]:

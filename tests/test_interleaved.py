@@ -20,7 +20,7 @@ from cost_models.step import price
 from executor.dry_run import dry_run
 from planner.constraints import Constraints
 from planner.grid_search import Incumbent
-from planner.interleaved_point import Point
+from planner.interleaved_held import held_at_first, held_on
 from planner.interleaved_split import splits
 from planner.interleaved_stage import Columns, Relaxed, StageSolver
 from planner.make import make_plan
@@ -30,6 +30,7 @@ from planner.search import TOLERANCE, Searcher
 from planner.space import Grid, Topology, enumerate_grids, variants
 from reports.plan import as_json, headline
 from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
+from specs.schedule import most_held, stage_actions
 from tests.layouts import small_model
 from tests.synthetic_costs import SyntheticCosts, cluster, some_options, tiny_model
 
@@ -62,6 +63,17 @@ def test_splits_are_even_and_whole(num_layers: int, num_stages: int, num_virtual
 
 
 # ---- one stage
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(2, 14), st.integers(2, 4))
+def test_what_is_held_is_what_the_schedule_holds(num_stages: int, num_micro_batches: int, num_virtual: int) -> None:
+    grid = Grid(num_stages, 1, 1, 1, num_micro_batches, "interleaved", 1, num_virtual=num_virtual)
+    sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_virtual": num_virtual}
+    for stage, (held, first) in enumerate(zip(held_on(grid), held_at_first(grid).tolist(), strict=True)):
+        expected = most_held(stage_actions("interleaved", stage=stage, **sizes))
+        assert sorted(map(tuple, held.tolist())) == sorted(of.kept for of in expected)
+        assert any(all(a <= b for a, b in zip(first, of.kept, strict=True)) for of in expected)
 
 
 def some_columns(generator: np.random.Generator, num_kinds: int, num_options: int) -> Columns:
@@ -193,12 +205,19 @@ def priced(problem, costs, grid: Grid, boundaries, placed) -> Entry | None:
     return Entry(grid, boundaries, predicted.step_time_seconds, predicted.stage_memory_bytes, tuple(own))
 
 
-def points_of(searcher: Searcher) -> Iterator[Point]:
-    """Every split in every variant, with its bound before it is solved."""
+def bounds_of(searcher: Searcher) -> Iterator[tuple[list[Grid], tuple[int, ...], float]]:
+    """Every split: whatever its memory, within it, and in every variant before that is solved.  The variants that are
+    meant, where the runs begin, and the bound.
+    """
     nothing = Incumbent(lambda _: float("inf"))
     for shape in searcher.interleaved.nodes:
         for split in shape.refine(nothing):
-            yield from split.refine(nothing)
+            plain = replace(split.grid, schedule="1f1b", num_virtual=1)
+            yield variants(plain), split.boundaries, split.bound
+            assert list(split.refine(nothing)) == [split]
+            yield variants(plain), split.boundaries, split.bound
+            for point in split.refine(nothing):
+                yield [replace(point.grid, schedule="1f1b", num_virtual=1)], point.boundaries, point.bound
 
 
 SEEDS = range(18)
@@ -216,7 +235,7 @@ def test_every_stage_takes_its_fastest_options_and_no_layout_beats_a_bound(seed:
     problem = Problem(model, cluster(nodes, per_node), training, MADE)
     layouts = every_interleaved_layout(problem, costs)
     if not layouts:  # nothing divides
-        assert not list(points_of(make_searcher(problem, costs)))
+        assert not list(bounds_of(make_searcher(problem, costs)))
         return
     cap = generator.choice(sorted({max(entry.memory) for entry in layouts}))
     points = defaultdict(list)
@@ -237,10 +256,9 @@ def test_every_stage_takes_its_fastest_options_and_no_layout_beats_a_bound(seed:
     searcher = make_searcher(Problem(model, problem.cluster, training, MADE, cap), costs)
     unequal = any(m.kind == "attention" and m.num_heads == 3 for _, m in model.modules()) and 2 in degrees
     if not unequal:  # then memory is counted exactly
-        for node in points_of(searcher):
-            grid = replace(node.grid, schedule="1f1b", num_virtual=1)
-            within = [e.seconds for e in points[grid, node.boundaries] if max(e.memory) <= cap]
-            assert node.bound <= min(within, default=float("inf")) * (1 + 1e-9)
+        for grids, boundaries, bound in bounds_of(searcher):
+            within = [e.seconds for grid in grids for e in points[grid, boundaries] if max(e.memory) <= cap]
+            assert bound <= min(within, default=float("inf")) * (1 + 1e-9)
     incumbent = Incumbent(Pricer(Problem(model, problem.cluster, training, MADE, cap), searcher).seconds)
     outcome = Outcome(None, float("inf"), float("inf"), complete=True)
     searcher.interleaved.search(incumbent, outcome, None, tolerance=TOLERANCE, deadline=time.monotonic() + 60.0)

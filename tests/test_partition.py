@@ -12,6 +12,7 @@ from planner.chain import even_boundaries, make_chain
 from planner.constraints import Constraints
 from planner.partition import StageValues, best_partition
 from planner.paths import PipelineShape, pipeline_bound
+from planner.quick_bounds import filled
 from planner.space import Grid, Topology, divisors, enumerate_grids, variants
 from planner.windows import Least, all_runs, possible_runs
 from specs.cluster import ClusterSpec, Device, Link, NodeGroup
@@ -250,3 +251,19 @@ def test_grids_use_every_rank_and_divide_the_batch():
         orders = 2 if grid.num_stages > 1 and grid.num_replicas > 1 else 1
         assert len(variants(grid)) == (orders if grid.zero > 1 else 2 * orders)
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+def test_no_cut_fills_and_drains_a_pipeline_faster(seed, schedule):
+    generator = np.random.default_rng(seed)
+    num_stages, m = int(generator.integers(1, 7)), int(generator.integers(1, 12))
+    f, b = generator.uniform(0.0, 1.0, (2, num_stages))
+    weight = generator.uniform(0.0, 1.0, num_stages) if schedule == "zb-h1" else np.zeros(num_stages)
+    if generator.random() < 0.5:  # the cut that the bound is exact for
+        f = b = (1.0 - 1.0 / m) ** np.arange(num_stages)
+    transfers = [0.0] * (num_stages - 1)
+    split = weight.tolist() if schedule == "zb-h1" else []
+    timing = simulate(schedule, f.tolist(), (b + weight).tolist(), transfers, m, weight_seconds=split)
+    least = float((f + b).sum()) * filled(num_stages, m)
+    assert least <= timing.makespan_seconds * (1 + 1e-9)
