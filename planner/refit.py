@@ -1,7 +1,7 @@
 """A stage composed anew for the ranks that are left: blocks of any sizes per module, recompute where memory asks.
 
 The attention modules of a stage agree on token cuts that keep sequences whole; every other module takes any
-composition.  For each such cut the fastest options that fit are chosen (`planner.knapsack.relax`).
+composition.  For each such cut the fastest options that fit are chosen (`planner.rounding`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cost_models.share import Share
 from cost_models.topology import Topology
 from cost_models.working import working_bytes
 from planner.constraints import MODES
-from planner.knapsack import relax
+from planner.rounding import best_rounding
 from specs.cluster import LinkLevel
 from specs.errors import BadInputError
 from specs.layout import Cuts, balanced_cuts, block_starts, sequence_token_cuts
@@ -223,43 +223,24 @@ class Refit:
                     yield (blocks, mode), row
 
     def _choose(self, menus: Sequence[Menu], counts: Sequence[int], task: Task) -> _Choice | None:
-        """The best of the relaxation's roundings, at most one module from the optimum.
-
-        The largest working memory is no sum, so each of its possible values is tried, with that much less for the
-        rest.
-        """
+        """At most one module from the fastest that fits."""
         tables = [menu.table for menu in menus]
-        seconds = [_seconds(menu, task) for menu in menus]
-        memory = [table[3] + task.in_flight * table[4] for table in tables]
-        capacity, fastest = self._room(task), _fastest(menus, counts, task)
-        best: _Choice | None = None
-        duals, price = seconds, 0.0  # seconds with what their bytes cost at the last relaxation's price
-        for work in sorted({float(w) for table in tables for w in table[5]}, reverse=True):
-            usable = [np.flatnonzero(table[5] <= work) for table in tables]
-            if not all(own.size for own in usable):
-                break
-            if best is not None:
-                least = sum(n * float(d[own].min()) for n, d, own in zip(counts, duals, usable, strict=True))
-                if least - price * (capacity - work) >= best.seconds:
-                    continue
-            relaxed = relax(
-                counts,
-                [s[own] for s, own in zip(seconds, usable, strict=True)],
-                [m[own] for m, own in zip(memory, usable, strict=True)],
-                capacity - work,
-            )
-            if relaxed is not None:
-                price = relaxed.price
-                duals = [s + price * m for s, m in zip(seconds, memory, strict=True)]
-            if relaxed is not None and (best is None or relaxed.rounded < best.seconds):
-                options = [
-                    [menu.options[int(own[index])] for index, number in taken for _ in range(number)]
-                    for menu, own, taken in zip(menus, usable, relaxed.selection, strict=True)
-                ]
-                best = _Choice(relaxed.rounded, options, relaxed.rounded <= fastest * (1.0 + 1e-9))
-                if best.free:
-                    break
-        return best
+        fastest = _fastest(menus, counts, task) * (1.0 + 1e-9)
+        found = best_rounding(
+            counts,
+            [_seconds(menu, task) for menu in menus],
+            [table[3] + task.in_flight * table[4] for table in tables],
+            [table[5] for table in tables],
+            self._room(task),
+            enough=fastest,
+        )
+        if found is None:
+            return None
+        options = [
+            [menu.options[option] for option, number in taken for _ in range(number)]
+            for menu, taken in zip(menus, found.selection, strict=True)
+        ]
+        return _Choice(found.seconds, options, found.seconds <= fastest)
 
     def _stage(self, task: Task, cuts: Cuts, options: list[list[Option]]) -> Stage:
         kinds = self._kinds_of(task)
