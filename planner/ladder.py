@@ -71,9 +71,6 @@ class Climb:
         self._between: Beside[_Between] | None = None
         if len(freedoms) > 2 and searcher.engine == "dp":
             searcher.search("layers", self.incumbent, deadline=halfway, tolerance=ROUGHLY)
-            # A grid point that loses even with the last freedom loses in every rung; a good incumbent finds most.
-            if self.incumbent.layout is not None:
-                searcher.discard(last, self.incumbent, deadline=halfway)
             between = partial(self._search, freedoms[1:-1], searcher.branch(), self.incumbent.copy())
             self._between = Beside(between, small=time.monotonic() - start < SMALL)
         if last != "uniform":
@@ -92,6 +89,9 @@ class Climb:
 
     def _search(self, freedoms: Sequence[Freedom], searcher: Searcher, incumbent: Incumbent) -> _Between:
         known = set(self._pricer.predictions)
+        # A grid point that loses even with the last of them loses in every one; a good incumbent finds most.
+        if incumbent.layout is not None:
+            searcher.discard(freedoms[-1], incumbent, deadline=self._deadline)
         rungs = [self._rung(freedom, incumbent, searcher, until=self._deadline) for freedom in freedoms]
         predictions = {layout: p for layout, p in self._pricer.predictions.items() if layout not in known}
         return _Between(rungs, incumbent.priced, predictions)
