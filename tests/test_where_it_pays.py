@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from benchmarks.where_it_pays import (
-    CASES,
-    DOMAIN_SEQUENCES,
-    Case,
-    damaged_layouts,
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.where_it_pays.__main__ import examples
+from benchmarks.where_it_pays.cases import CASES, Case, ladder_of, preset
+from benchmarks.where_it_pays.damaged import DOMAIN_SEQUENCES, REPLICAS, after_loss, damaged_layouts, short_llama
+from benchmarks.where_it_pays.encoders import PAIRS, plan_pair
+from benchmarks.where_it_pays.last_stage import PIPELINES, even_stages, fastest
+from benchmarks.where_it_pays.shapes import (
+    four_kv_heads,
     gemma_shape,
-    ladder_of,
     odd_heads,
-    preset,
-    short_llama,
+    qwen_72b,
+    qwen_vision,
     two_kv_heads,
 )
 from specs.model import Attention
@@ -30,6 +35,56 @@ def test_shapes() -> None:
     assert attention.num_heads * attention.head_dim == attention.hidden
     assert {layer.attention.num_kv_heads for layer in two_kv_heads().layers if layer.attention} == {2}
     assert short_llama().layers[0].repeat == 8
+    assert {layer.attention.num_kv_heads for layer in four_kv_heads().layers if layer.attention} == {4}
+
+
+@pytest.mark.parametrize(
+    ("model", "published", "left_out"),
+    [
+        (four_kv_heads, 7_615_616_512, 28 * (3584 + 2 * 512)),  # Qwen2.5-7B on Hugging Face, but for biases of q, k, v
+        (qwen_72b, 72_706_203_648, 80 * (8192 + 2 * 1024)),
+        # encoder of Qwen2.5-VL-7B with its merger, of which the head here holds a quarter
+        (
+            qwen_vision,
+            676_550_144,
+            (5120 * 5120 + 5120 + 5120 * 3584 + 3584) - 8704 * 1280,
+        ),
+    ],
+)
+def test_weights_are_as_published(model, published, left_out) -> None:
+    assert num_parameters(model().modules()) == published - left_out
+
+
+def test_parts_of_an_encoder_pair_share_the_memory() -> None:
+    pair = replace(PAIRS[0], samples=16)
+    both = plan_pair(pair, "layers", 20.0, degree=4)
+    each = plan_pair(pair, "layers", 20.0)
+    assert each.seconds < both.seconds
+    assert each.encoder < both.encoder
+    assert plan_pair(replace(pair, encoder_gib=3.5), "layers", 20.0) is None
+
+
+def test_the_head_makes_an_even_last_stage_too_long() -> None:
+    job = PIPELINES[1]
+    assert even_stages(job.model(), 4).stages == "0-6,7-13,14-19,20-25"
+    even, _, _ = fastest(job, "layers", even=True, time_limit_seconds=20.0)
+    uneven, layout, _ = fastest(job, "layers", even=False, time_limit_seconds=20.0)
+    assert "4 stages" in layout
+    assert uneven < 0.75 * even
+
+
+def test_a_replica_of_a_domain_is_too_much_to_lose() -> None:
+    found = after_loss(REPLICAS[1], 20.0)
+    dropped, reduced, best = found.seconds.values()
+    assert dropped / found.whole > 4 / 3 - 1e-3
+    assert best <= reduced < 0.9 * dropped
+    assert best / found.whole >= 128 / 127
+
+
+def test_every_example_has_a_name() -> None:
+    names = {case.name for case in CASES} | {pair.name for pair in PAIRS}
+    assert names <= set(examples())
+    assert len(examples()) == len(CASES) + len(PAIRS) + 4
 
 
 def test_every_case_can_be_stated() -> None:
