@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from specs.layout import Interval, refine
+from specs.layout import Cuts, Interval, refine
 from specs.model import Embedding, Head, Module
-from specs.plan import ModulePlacement, Plan
+from specs.plan import ModulePlacement, Plan, Zero
 from specs.tensors import TensorSpec, local_rows, parameter_name, sharding_level, tensors_of
 
 # The executor closes a bucket once it has this many elements; a test holds the two together.
@@ -108,7 +108,7 @@ def holdings(plan: Plan) -> Holdings:
         of_stages[key] = _Alike(own, known.number + 1 if known else 1)
     found = _Found()
     for holders in tensors.values():
-        for touched in _add(holders, 1, found):
+        for touched in _add(holders, found):
             found.num_modules[touched] += 1
     # Stages that hold the same differ in their numbers alone.
     once: dict[tuple[object, ...], _Found] = {}
@@ -156,12 +156,25 @@ def _of_stages(modules: Iterable[_Alike]) -> _Found:
     """Modules that lie on the same stages, which stand for pipelines 0, 1 and so on here."""
     found = _Found()
     for places, number in modules:
-        here = [replace(place, pipeline=at, stage=0) for at, place in enumerate(places)]
-        of_module: set[_Key] = set()
-        for tensor in tensors_of(here[0].module):
-            of_module |= _add([(tensor, place) for place in here], number, found)
-        for touched in of_module:
-            found.num_modules[touched] += number
+        one = _of_module(tuple((p.module, p.placement.blocks, p.placement.cuts, p.placement.zero) for p in places))
+        for key, size in one.sizes.items():
+            found.sizes[key] += number * size
+            found.num_modules[key] += number
+        for member, size in one.copied.items():
+            found.copied[member] += number * size
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _of_module(where: tuple[tuple[Module, tuple[int, ...], tuple[Cuts, ...] | None, Zero], ...]) -> _Found:
+    """One module that lies so on a stage of each pipeline: the same on all stages and in all plans."""
+    places = [
+        _Place(at, 0, module, ModulePlacement(module="", blocks=blocks, cuts=cuts, zero=zero))
+        for at, (module, blocks, cuts, zero) in enumerate(where)
+    ]
+    found = _Found()
+    for tensor in tensors_of(where[0][0]):
+        _add([(tensor, place) for place in places], found)
     return found
 
 
@@ -182,8 +195,8 @@ class _Parts(NamedTuple):
     copied: tuple[tuple[int, int, Interval], ...]
 
 
-def _add(holders: Sequence[tuple[TensorSpec, _Place]], count: int, found: _Found) -> set[_Key]:
-    """Count `count` equal tensors with their holders; returns the buckets that they lie in."""
+def _add(holders: Sequence[tuple[TensorSpec, _Place]], found: _Found) -> set[_Key]:
+    """Count a tensor with its holders; returns the buckets that it lies in."""
     tensor, place = holders[0]
     zero = sharding_level(tensor, place.placement.zero)
     again = zero == 3 and not isinstance(place.module, Embedding | Head)
@@ -194,12 +207,12 @@ def _add(holders: Sequence[tuple[TensorSpec, _Place]], count: int, found: _Found
     for ranks, num_elements in parts.shared:
         of_part = [members[at][rank] for at, rank in ranks]
         key = _Key(tuple(dict.fromkeys(of_part) if twice else of_part), zero, tensor.decay, again)
-        found.sizes[key] += count * num_elements
+        found.sizes[key] += num_elements
         touched.add(key)
     if zero < 3:
         width = max(tensor.cols, 1)
         for member, rows in dict.fromkeys((members[at][rank], rows) for at, rank, rows in parts.copied):
-            found.copied[member] += count * rows.size * width
+            found.copied[member] += rows.size * width
     return touched
 
 

@@ -10,7 +10,7 @@ from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES
 from cost_models.passes import ReplicaPass
 from cost_models.sharding import Collectives, bucket_collectives
-from cost_models.topology import Topology
+from cost_models.topology import Span, Topology
 from specs.cluster import Precision
 from specs.plan import Plan
 
@@ -33,8 +33,12 @@ def sync_end(
     ready: defaultdict[Member, float] = defaultdict(float)
     whole: defaultdict[Member, float] = defaultdict(float)
     sharded: defaultdict[Member, float] = defaultdict(float)
-    for bucket in buckets:
-        seconds = bucket_seconds(costs, topology, bucket, plan.training.precision)
+    known: dict[tuple[object, ...], float] = {}  # of buckets as large among as many
+    for bucket, span in zip(buckets, topology.groups([bucket.members for bucket in buckets]), strict=True):
+        alike = span, bucket.num_elements, bucket.zero, bucket.num_modules
+        if alike not in known:
+            known[alike] = bucket_seconds(costs, span, bucket, plan.training.precision)
+        seconds = known[alike]
         together = max(finish[pipeline, stage] for pipeline, stage, _ in bucket.members)
         for member in bucket.members:
             ready[member] = max(ready[member], together if seconds else finish[member[0], member[1]])
@@ -48,8 +52,8 @@ def sync_end(
     return max(start + exposed(member) for member, start in ready.items())
 
 
-def bucket_seconds(costs: CostModel, topology: Topology, bucket: Bucket, precision: Precision) -> float:
-    """Collectives of one bucket once a step, alone.
+def bucket_seconds(costs: CostModel, span: Span, bucket: Bucket, precision: Precision) -> float:
+    """Collectives of one bucket among its holders once a step, alone.
 
     # zero 0  all-reduce of 4 N bytes             zero 1  reduce-scatter of 4 N, after the update all-gather of w N
     # zero 2  after the update all-gather of w N  zero 3  none
@@ -58,4 +62,4 @@ def bucket_seconds(costs: CostModel, topology: Topology, bucket: Bucket, precisi
     scatter: Collectives = (("reduce_scatter", GRADIENT_BYTES),)
     gather: Collectives = (("all_gather", WEIGHT_BYTES[precision]),)
     once: dict[int, Collectives] = {0: (("all_reduce", GRADIENT_BYTES),), 1: scatter + gather, 2: gather, 3: ()}
-    return bucket_collectives(costs, topology, bucket, once[bucket.zero])
+    return bucket_collectives(costs, span, bucket, once[bucket.zero])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cost_models.buckets import BUCKET_ELEMENTS, Bucket, Member
 from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES
-from cost_models.topology import Topology
+from cost_models.topology import Span, Topology
 from specs.cluster import CollectiveOp
 from specs.plan import Plan
 
@@ -38,11 +38,10 @@ def micro_batch_seconds(
     gather: Collectives = (("all_gather", WEIGHT_BYTES[plan.training.precision]),)
     forward: defaultdict[Member, float] = defaultdict(float)
     backward: defaultdict[Member, float] = defaultdict(float)
-    for bucket in buckets:
-        if bucket.zero < 2:
-            continue
-        gathering = bucket_collectives(costs, topology, bucket, gather) if bucket.zero == 3 else 0.0
-        scattering = bucket_collectives(costs, topology, bucket, scatter)
+    buckets = [bucket for bucket in buckets if bucket.zero >= 2]
+    for bucket, span in zip(buckets, topology.groups([bucket.members for bucket in buckets]), strict=True):
+        gathering = bucket_collectives(costs, span, bucket, gather) if bucket.zero == 3 else 0.0
+        scattering = bucket_collectives(costs, span, bucket, scatter)
         for member in bucket.members:
             forward[member] += gathering
             backward[member] += scattering + gathering * bucket.gathered_again
@@ -55,12 +54,11 @@ def micro_batch_seconds(
     return most
 
 
-def bucket_collectives(costs: CostModel, topology: Topology, bucket: Bucket, steps: Collectives) -> float:
-    """Seconds of some collectives of one bucket, alone.
+def bucket_collectives(costs: CostModel, span: Span, bucket: Bucket, steps: Collectives) -> float:
+    """Seconds of some collectives of one bucket among its holders, alone.
 
     Large buckets go in pieces of BUCKET_ELEMENTS, those whose weights are gathered module by module.
     """
-    span = topology.group(bucket.members)
     if span.num_ranks == 1:
         return 0.0
     pieces = max(1, bucket.num_modules if bucket.zero == 3 else 0, round(bucket.num_elements / BUCKET_ELEMENTS))

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from cost_models.buckets import holdings
 from cost_models.goodput import checkpoint_bytes_per_rank, factors
@@ -32,40 +33,63 @@ def price(plan: Plan, costs: CostModel, *, failures: FailureModel | None = None)
 
     Raises `BadInputError` for costs that were not measured.
     """
-    topology = Topology(plan)
-    chain = dict(plan.model.modules())
-    held = holdings(plan)
-    replicas_of = Counter(replica.pipeline for replica in plan.replicas)
-    memory = PlanMemory(plan, held, replicas_of, reserved_bytes=costs.reserved_bytes)
-    sharding = micro_batch_seconds(plan, costs, topology, held.buckets)
-    passes = [replica_pass(plan, costs, topology, chain, replica, sharding) for replica in topology.classes]
-    synced = sync_end(plan, costs, topology, held.buckets, passes)
-    optimizer = max(map(costs.optimizer, {round(elements) for elements in memory.owned.values()}))
-    straggler = _straggler_seconds(passes)
-    step_seconds = synced + straggler + optimizer + costs.overhead.other_seconds_per_step
-    terms = _terms(plan, passes, synced + straggler, optimizer, costs.overhead.other_seconds_per_step)
-    peak = _peak_memory(plan, memory, topology)
-    outlook = factors(
-        plan,
-        step_seconds=step_seconds,
-        state_bytes_per_rank=checkpoint_bytes_per_rank(plan),
-        failures=failures,
-    )
-    tokens_per_second = plan.training.tokens_per_step / step_seconds
-    return Prediction(
-        step_time_seconds=step_seconds,
-        step_terms=terms,
-        tokens_per_second=tokens_per_second,
-        goodput_tokens_per_second=tokens_per_second * outlook.factor,
-        renewal_factor=outlook.renewal_factor,
-        degraded_factor=outlook.degraded_factor,
-        checkpoint_interval_seconds=outlook.checkpoint_interval_seconds,
-        peak_memory_bytes=peak.terms.total(),
-        peak_memory_rank=peak.rank,
-        peak_memory_terms=peak.terms,
-        stage_memory_bytes=peak.by_stage,
-        estimated=costs.estimated or any(stage.estimated for item in passes for stage in item.stages),
-    )
+    return Price(plan, costs, failures=failures).predicted
+
+
+class Price:
+    """A plan's price in two parts: memory, which says whether it can run, and all the rest once it is asked for."""
+
+    def __init__(self, plan: Plan, costs: CostModel, *, failures: FailureModel | None = None) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._failures = failures
+        self._topology = Topology(plan)
+        self._held = holdings(plan)
+        replicas_of = Counter(replica.pipeline for replica in plan.replicas)
+        self._memory = PlanMemory(plan, self._held, replicas_of, reserved_bytes=costs.reserved_bytes)
+        self._peak = _peak_memory(plan, self._memory, self._topology)
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        return self._peak.terms.total()
+
+    @property
+    def peak_memory_rank(self) -> int:
+        return self._peak.rank
+
+    @cached_property
+    def predicted(self) -> Prediction:
+        """Raises `BadInputError` for costs that were not measured."""
+        plan, costs, topology, buckets = self._plan, self._costs, self._topology, self._held.buckets
+        chain = dict(plan.model.modules())
+        sharding = micro_batch_seconds(plan, costs, topology, buckets)
+        passes = [replica_pass(plan, costs, topology, chain, replica, sharding) for replica in topology.classes]
+        synced = sync_end(plan, costs, topology, buckets, passes)
+        optimizer = max(map(costs.optimizer, {round(elements) for elements in self._memory.owned.values()}))
+        straggler = _straggler_seconds(passes)
+        step_seconds = synced + straggler + optimizer + costs.overhead.other_seconds_per_step
+        terms = _terms(plan, passes, synced + straggler, optimizer, costs.overhead.other_seconds_per_step)
+        outlook = factors(
+            plan,
+            step_seconds=step_seconds,
+            state_bytes_per_rank=checkpoint_bytes_per_rank(plan),
+            failures=self._failures,
+        )
+        tokens_per_second = plan.training.tokens_per_step / step_seconds
+        return Prediction(
+            step_time_seconds=step_seconds,
+            step_terms=terms,
+            tokens_per_second=tokens_per_second,
+            goodput_tokens_per_second=tokens_per_second * outlook.factor,
+            renewal_factor=outlook.renewal_factor,
+            degraded_factor=outlook.degraded_factor,
+            checkpoint_interval_seconds=outlook.checkpoint_interval_seconds,
+            peak_memory_bytes=self.peak_memory_bytes,
+            peak_memory_rank=self.peak_memory_rank,
+            peak_memory_terms=self._peak.terms,
+            stage_memory_bytes=self._peak.by_stage,
+            estimated=costs.estimated or any(stage.estimated for item in passes for stage in item.stages),
+        )
 
 
 def _straggler_seconds(passes: Sequence[ReplicaPass]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,13 +77,23 @@ class Topology:
         """A group of cluster ranks."""
         return span_of([self._node[rank] for rank in ranks])
 
-    def group(self, members: Iterable[Member]) -> Span:
-        """The members' ranks in all replicas of their pipelines."""
-        nodes = np.concatenate(
-            [self._nodes[pipeline][:, self._stage_starts[pipeline][stage] + rank] for pipeline, stage, rank in members]
-        )
-        together = int(np.count_nonzero(nodes == nodes[0]))
-        return Span(len(nodes), "scale_up" if together == len(nodes) else "scale_out", together)
+    def groups(self, every: Sequence[Sequence[Member]]) -> list[Span]:
+        """Each group's members, their ranks in all replicas of their pipelines."""
+        if not every:
+            return []
+        owner = np.repeat(np.arange(len(every)), [len(members) for members in every])
+        pipelines, stages, ranks = np.array([member for members in every for member in members]).T
+        first = np.array([self._nodes[p][0, self._stage_starts[p][s] + r] for p, s, r in (m[0] for m in every)])
+        sizes, together = np.zeros(len(every), dtype=np.int64), np.zeros(len(every), dtype=np.int64)
+        for number, nodes in self._nodes.items():
+            own = np.flatnonzero(pipelines == number)
+            columns = np.array(self._stage_starts[number])[stages[own]] + ranks[own]
+            np.add.at(together, owner[own], np.count_nonzero(nodes[:, columns] == first[owner[own]], axis=0))
+            np.add.at(sizes, owner[own], len(nodes))
+        return [
+            Span(size, "scale_up" if near == size else "scale_out", near)
+            for size, near in zip(sizes.tolist(), together.tolist(), strict=True)
+        ]
 
     def pattern(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Nodes of cluster ranks relative to the first one's: groups of equal patterns have equal spans."""

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pydantic import ValidationError
 
 from cost_models.interface import CostModel
-from cost_models.step import price
+from cost_models.step import Price
 from planner.explain import memory_limit
 from planner.survivors import Candidate, Slack, Survivors, Way
 from specs.contingency import remade
@@ -40,11 +40,15 @@ class _Priced:
     """A candidate and its price."""
 
     candidate: Candidate
-    predicted: Prediction
+    price: Price
+
+    @property
+    def predicted(self) -> Prediction:
+        return self.price.predicted
 
     def rank(self, limit: int) -> tuple[bool, int, float]:
         """Order: what fits, with the most of the batch, soonest."""
-        over = self.predicted.peak_memory_bytes > limit
+        over = self.price.peak_memory_bytes > limit
         return over, -self.candidate.global_batch, self.predicted.step_time_seconds
 
 
@@ -56,7 +60,7 @@ class Replanner:
         self._costs = costs
         self._limit = memory_limit(plan)
         self._survivors = Survivors(plan, costs, self._limit - costs.reserved_bytes)
-        self._prices: dict[object, Prediction] = {}
+        self._prices: dict[object, Price] = {}
 
     def solve(
         self,
@@ -84,7 +88,7 @@ class Replanner:
         for way in ways:
             if time.monotonic() > deadline and found:
                 break
-            fitting = [one.rank(self._limit) for one in found if one.predicted.peak_memory_bytes <= self._limit]
+            fitting = [one.rank(self._limit) for one in found if one.price.peak_memory_bytes <= self._limit]
             least = min(fitting, default=None)
             if least is not None and self._is_hopeless(way, lost, least, found):
                 continue
@@ -95,7 +99,7 @@ class Replanner:
             raise self._nothing(lost, deadline)
         found.sort(key=lambda one: one.rank(self._limit))
         found.insert(0, found.pop(self._least_change(found)))
-        best, over = found[0], found[0].predicted.peak_memory_bytes - self._limit
+        best, over = found[0], found[0].price.peak_memory_bytes - self._limit
         if over > 0:
             raise NoPlanFitsError(
                 f"without {_ranks(lost)} nothing fits {num_bytes(self._limit)}: the closest layout "
@@ -150,11 +154,11 @@ class Replanner:
                 found = _Priced(candidate, self._price(candidate, lost))
             except ValidationError:  # a plan's own checks have the last word on what can run
                 return None
-            over = found.predicted.peak_memory_bytes - self._limit
+            over = found.price.peak_memory_bytes - self._limit
             if over <= 0 or (best is not None and (False, *found.rank(self._limit)[1:]) >= best):
                 break
             slack = self._survivors.slack
-            if self._is_healthy(found.predicted.peak_memory_rank, candidate):
+            if self._is_healthy(found.price.peak_memory_rank, candidate):
                 self._survivors.slack = slack._replace(healthy=_more(slack.healthy, over))
             else:
                 self._survivors.slack = slack._replace(damaged=_more(slack.damaged, over))
@@ -172,7 +176,7 @@ class Replanner:
     def _estimate(candidate: Candidate) -> tuple[int, float]:
         return -candidate.global_batch, candidate.seconds
 
-    def _price(self, candidate: Candidate, lost: Sequence[int]) -> Prediction:
+    def _price(self, candidate: Candidate, lost: Sequence[int]) -> Price:
         key: object = (candidate.policy, candidate.pipelines, candidate.replicas, candidate.sequences)
         if not candidate.replicas:  # the same whichever rank of a replica is gone
             key = candidate.sequences, candidate.pipelines
@@ -186,7 +190,7 @@ class Replanner:
                 stand_ins=candidate.replicas,
                 global_batch=candidate.global_batch,
             )
-            self._prices[key] = price(plan, self._costs)
+            self._prices[key] = Price(plan, self._costs)
         return self._prices[key]
 
     def _contingency(self, lost: Sequence[int], best: _Priced, others: Sequence[_Priced]) -> Contingency:
