@@ -7,24 +7,26 @@ import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
-class Beside(Generic[T]):
-    """The result of `work`, done by a fork of this process: it sees all that is here and changes nothing of it.
+class Beside(Generic[A, B]):
+    """The results of `first` and then `second`, done by a fork of this process: it sees all that is here and changes
+    nothing of it.
 
-    Where there is no second core or no fork that is safe, or it is `small` (takes hardly longer than a process to
-    start), it is done here when its result is asked for.  So it must not change what others use.
+    Where there is no second core or no fork that is safe, or they are `small` (take hardly longer than a process to
+    start), each is done here when its result is asked for.  So they must not change what others use.
     """
 
-    def __init__(self, work: Callable[[], T], *, small: bool = False) -> None:
-        self._work = work
+    def __init__(self, first: Callable[[], A], second: Callable[[], B], *, small: bool = False) -> None:
+        self._first, self._second = first, second
         self._receive: Connection | None = None
         if small or not _may_fork():
             return
@@ -32,29 +34,34 @@ class Beside(Generic[T]):
 
         context = get_context("fork")
         self._receive, send = context.Pipe(duplex=False)
-        self._process = context.Process(target=_send, args=(work, send), daemon=True)
+        self._process = context.Process(target=_send, args=((first, second), send), daemon=True)
         self._process.start()
         send.close()
         weakref.finalize(self, self._process.kill)  # nobody waits for it any more
 
-    def result(self) -> T:
+    def first(self) -> A:
         """Waits for it.  Raises what the work raised, and `RuntimeError` when the process died."""
-        if self._receive is None:
-            return self._work()
+        found: A = self._first() if self._receive is None else self._next(self._receive)
+        return found
+
+    def second(self) -> B:
+        """The same, after `first` only."""
+        found: B = self._second() if self._receive is None else self._next(self._receive)
+        return found
+
+    def _next(self, receive: Connection) -> Any:
         try:
-            value, raised = self._receive.recv()
+            value, raised = receive.recv()
         except EOFError:
             self._process.join()
             raise RuntimeError(
                 f"the second process of the search ended with exit code {self._process.exitcode} before it had a "
                 "result. Free some memory if the system killed it, or run on one core (taskset -c 0)."
             ) from None
-        self._process.join()
         if raised is not None:
             error, text = raised
             raise error from RuntimeError(text)
-        found: T = value
-        return found
+        return value
 
 
 def _may_fork() -> bool:
@@ -66,11 +73,14 @@ def _may_fork() -> bool:
     return not current_process().daemon  # which may have no children
 
 
-def _send(work: Callable[[], T], send: Connection) -> None:
+def _send(works: Sequence[Callable[[], object]], send: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
-    value, raised = None, None
-    try:
-        value = work()
-    except Exception as error:
-        raised = error, traceback.format_exc()
-    send.send((value, raised))
+    for work in works:
+        value, raised = None, None
+        try:
+            value = work()
+        except Exception as error:
+            raised = error, traceback.format_exc()
+        send.send((value, raised))
+        if raised is not None:
+            return

@@ -13,7 +13,7 @@ from planner.grid_search import Incumbent
 from planner.layout import Layout
 from planner.outcome import Outcome
 from planner.problem import Pricer
-from planner.search import FREEDOMS, TOLERANCE, Freedom, Searcher
+from planner.search import FREEDOMS, Freedom, Searcher, WithoutChance
 from specs.plan import LadderRung, Prediction
 
 NAMES: dict[Freedom, str] = {
@@ -41,6 +41,10 @@ class Rung:
     seconds: float
     outcome: Outcome
 
+    @classmethod
+    def of(cls, freedom: Freedom, outcome: Outcome) -> Rung:
+        return cls(freedom, outcome.layout, outcome.seconds, outcome)
+
 
 @dataclass(frozen=True)
 class _Between:
@@ -62,53 +66,64 @@ class Climb:
     def __init__(self, searcher: Searcher, pricer: Pricer, last: Freedom, *, deadline: float) -> None:
         if last == "interleaved" and not searcher.interleaved.possible:
             last = "cuts"
-        self._searcher, self._pricer, self._deadline = searcher, pricer, deadline
+        self._pricer = pricer
         self.incumbent = Incumbent(pricer.seconds)
         freedoms = FREEDOMS[: FREEDOMS.index(last) + 1]
         start = time.monotonic()
         halfway = 0.5 * (start + deadline)
-        self.first = self.top = self._rung("uniform", self.incumbent, until=deadline if last == "uniform" else halfway)
-        self._between: Beside[_Between] | None = None
+        outcome = searcher.search("uniform", self.incumbent, deadline=deadline if last == "uniform" else halfway)
+        self.first = self.top = Rung.of("uniform", outcome)
+        self._between: Beside[WithoutChance, _Between] | None = None
         if len(freedoms) > 2 and searcher.engine == "dp":
             searcher.search("layers", self.incumbent, deadline=halfway, tolerance=ROUGHLY)
-            between = partial(self._search, freedoms[1:-1], searcher.branch(), self.incumbent.copy())
-            self._between = Beside(between, small=time.monotonic() - start < SMALL)
+            below = _Below(freedoms, searcher.branch(), pricer, self.incumbent.copy())
+            self._between = Beside(
+                partial(below.hopeless, deadline=halfway),
+                partial(below.search, deadline=deadline),
+                small=time.monotonic() - start < SMALL,
+            )
         if last != "uniform":
-            self.top = self._rung(last, self.incumbent, until=deadline, tolerance=TOLERANCE)
+            hopeless = None if self._between is None else self._between.first
+            outcome = searcher.search(last, self.incumbent, deadline=deadline, hopeless=hopeless)
+            self.top = Rung.of(last, outcome)
 
     def rungs(self) -> list[Rung]:
         """Of every freedom, in order; all that was priced for them is then with what was priced here."""
         between: list[Rung] = []
         if self._between is not None:
-            found = self._between.result()
+            found = self._between.second()
             between, self._between = found.rungs, None
             self._pricer.predictions.update(found.predictions)
             for layout, seconds in found.priced.items():
                 self.incumbent.priced.setdefault(layout, seconds)
         return [self.first, *between, *([self.top] if self.top is not self.first else [])]
 
-    def _search(self, freedoms: Sequence[Freedom], searcher: Searcher, incumbent: Incumbent) -> _Between:
-        known = set(self._pricer.predictions)
-        # A grid point that loses even with the last of them loses in every one; a good incumbent finds most.
-        if incumbent.layout is not None:
-            searcher.discard(freedoms[-1], incumbent, deadline=self._deadline)
-        rungs = [self._rung(freedom, incumbent, searcher, until=self._deadline) for freedom in freedoms]
-        predictions = {layout: p for layout, p in self._pricer.predictions.items() if layout not in known}
-        return _Between(rungs, incumbent.priced, predictions)
 
-    def _rung(
-        self,
-        freedom: Freedom,
-        incumbent: Incumbent,
-        searcher: Searcher | None = None,
-        *,
-        until: float,
-        tolerance: float = NOTHING,
-    ) -> Rung:
-        """Searched from the incumbent, which is the best layout of the freedoms before."""
-        searcher = self._searcher if searcher is None else searcher
-        outcome = searcher.search(freedom, incumbent, deadline=until, tolerance=tolerance)
-        return Rung(freedom, outcome.layout, outcome.seconds, outcome)
+class _Below:
+    """The searches of the freedoms between the first and the last, each from the best layout of the one before."""
+
+    def __init__(self, freedoms: Sequence[Freedom], searcher: Searcher, pricer: Pricer, incumbent: Incumbent) -> None:
+        self._freedoms = freedoms
+        self._searcher = searcher
+        self._pricer = pricer
+        self._incumbent = incumbent
+
+    def hopeless(self, *, deadline: float) -> WithoutChance:
+        """What loses even with the last of them loses in every one; a good incumbent finds most."""
+        last = self._freedoms[-1]
+        if self._incumbent.layout is None:
+            return WithoutChance(last, {}, {})
+        found = self._searcher.without_chance(last, self._incumbent, deadline=deadline)
+        self._searcher.leave_out(found)
+        return found
+
+    def search(self, *, deadline: float) -> _Between:
+        known, rungs = set(self._pricer.predictions), []
+        for freedom in self._freedoms[1:-1]:
+            outcome = self._searcher.search(freedom, self._incumbent, deadline=deadline, tolerance=NOTHING)
+            rungs.append(Rung.of(freedom, outcome))
+        predictions = {layout: p for layout, p in self._pricer.predictions.items() if layout not in known}
+        return _Between(rungs, self._incumbent.priced, predictions)
 
 
 def as_ladder(rungs: list[Rung]) -> tuple[LadderRung, ...]:

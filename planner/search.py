@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,14 @@ TOLERANCE = 2e-4
 Engine = Literal["dp", "ilp"]
 Freedom = Literal["uniform", "layers", "stages", "modules", "cuts", "interleaved"]
 FREEDOMS: tuple[Freedom, ...] = ("uniform", "layers", "stages", "modules", "cuts", "interleaved")
+
+
+class WithoutChance(NamedTuple):
+    """Grid points that cannot beat an incumbent under a freedom, with cause and bound; bounds of shapes made for it."""
+
+    freedom: Freedom
+    discarded: dict[Grid, tuple[str, float]]
+    shapes: dict[tuple[Freedom, Grid], float]
 
 
 class Searcher:
@@ -119,16 +127,19 @@ class Searcher:
         deadline: float,
         tolerance: float = TOLERANCE,
         worth: Worth | None = None,
+        hopeless: Callable[[], WithoutChance] | None = None,
     ) -> Outcome:
         """The best layout of a freedom, starting from what the incumbent already has.
 
         With `worth` the one that delivers most: incumbent, outcome and bound in seconds delivered.  Uses what a search
-        of the same freedom by step time has shown.
+        of the same freedom by step time has shown.  `hopeless` is asked as late as can be what to leave out.
         """
         outcome = Outcome(None, float("inf"), float("inf"), complete=True)
         before = len(incumbent.priced)
         if freedom == "interleaved":
             self.interleaved.search(incumbent, outcome, worth, tolerance=tolerance, deadline=deadline)
+        if hopeless is not None:
+            self.leave_out(hopeless())
         if freedom == "uniform":
             EvenSplits(self).search(incumbent, outcome, worth, deadline=deadline)
         elif worth is None:
@@ -140,20 +151,26 @@ class Searcher:
         outcome.bound = min(outcome.bound, outcome.seconds)
         return outcome
 
-    def discard(self, freedom: Freedom, incumbent: Incumbent, *, deadline: float, tolerance: float = TOLERANCE) -> None:
-        """Leave out of later searches the grid points that cannot beat the incumbent even under this freedom.
-
-        Only for searches of this freedom and of those below it.
-        """
+    def without_chance(
+        self, freedom: Freedom, incumbent: Incumbent, *, deadline: float, tolerance: float = TOLERANCE
+    ) -> WithoutChance:
+        """The grid points that cannot beat the incumbent even under this freedom, nor under those below it."""
         freedom = _of_stages(freedom)
         enough = incumbent.seconds * (1.0 - tolerance)
+        known, discarded = set(self._shapes), dict[Grid, tuple[str, float]]()
         for grid in [grid for grid in self.grids if self.quick_bound(grid) < enough]:
             if time.monotonic() > deadline:
                 break
             cause, bound = self._relaxed_bound(grid, freedom, enough)
             if cause is not None:
-                self._discarded[grid] = (cause, bound)
-                self._known[freedom, grid] = bound
+                discarded[grid] = (cause, bound)
+        return WithoutChance(freedom, discarded, {key: self._shapes[key] for key in self._shapes.keys() - known})
+
+    def leave_out(self, found: WithoutChance) -> None:
+        """Of later searches, which are to be of its freedom or of those below it."""
+        self._shapes.update(found.shapes)
+        self._discarded.update(found.discarded)
+        self._known.update({(found.freedom, grid): bound for grid, (_, bound) in found.discarded.items()})
 
     def _deliver(
         self,

@@ -31,10 +31,11 @@ def test_a_second_process_does_the_work_and_changes_nothing_here():
         seen.append(2)
         return os.getpid(), seen
 
-    pid, found = Beside(work).result()
-    assert pid != os.getpid()
-    assert (seen, found) == ([1], [1, 2])
-    assert Beside(work, small=True).result() == (os.getpid(), [1, 2])
+    job = Beside(work, work)
+    (pid, found), (other, later) = job.first(), job.second()
+    assert pid == other != os.getpid()
+    assert (seen, found, later) == ([1], [1, 2], [1, 2, 2])
+    assert Beside(work, work, small=True).first() == (os.getpid(), [1, 2])
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -42,22 +43,23 @@ def test_what_the_work_raises_is_raised_where_its_result_is_asked_for():
     def work() -> None:
         raise NoPlanFitsError("nothing fits")
 
-    job = Beside(work)
+    job = Beside(os.getpid, work)
+    assert job.first() != os.getpid()
     with pytest.raises(NoPlanFitsError, match="nothing fits") as raised:
-        job.result()
+        job.second()
     assert "in work" in str(raised.value.__cause__), "the traceback of the other process"
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_a_process_that_dies_is_told_of():
-    job = Beside(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    job = Beside(lambda: os.kill(os.getpid(), signal.SIGKILL), os.getpid)
     with pytest.raises(RuntimeError, match="exit code -9"):
-        job.result()
+        job.first()
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_nothing_is_left_when_nobody_waits():
-    job = Beside(lambda: time.sleep(60.0))
+    job = Beside(lambda: time.sleep(60.0), os.getpid)
     process = job._process
     assert process.is_alive()
     del job
@@ -67,9 +69,9 @@ def test_nothing_is_left_when_nobody_waits():
 
 def test_where_forking_is_not_safe_all_is_done_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(beside.os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert Beside(os.getpid).result() == os.getpid()
+    assert Beside(os.getpid, os.getpid).second() == os.getpid()
     monkeypatch.setattr(beside.sys, "platform", "darwin")
-    assert Beside(os.getpid).result() == os.getpid()
+    assert Beside(os.getpid, os.getpid).second() == os.getpid()
 
 
 @pytest.mark.parametrize("objective", ["goodput", "step-time", "memory"])
