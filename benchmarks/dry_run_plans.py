@@ -33,8 +33,9 @@ from executor.dry_run import dry_run
 from planner.make import make_plan
 from planner.problem import Problem
 from specs.base import load_document, write_whole
-from specs.plan import Plan, Provenance, TrainingSpec
+from specs.plan import Pipeline, Plan, Provenance, TrainingSpec
 from specs.presets import cluster_preset, model_preset
+from specs.schedule import Held, most_held
 
 GIB = 2**30
 BOUND = 0.02
@@ -129,20 +130,12 @@ def plan_of(job: Job, folder: Path) -> Plan:
 
 
 def shortened(plan: Plan) -> Plan:
-    """The plan with fewer micro-batches, where more of them only repeat what happens: not under gpipe, which holds all.
-
-    What a pipeline of P stages of V virtual ones holds is at its most within (2 V + 1) P of them.
-    """
-    most = max(
-        plan.num_micro_batches(replica)
-        if plan.pipelines[replica.pipeline].schedule in ("gpipe", "given")
-        else (2 * plan.pipelines[replica.pipeline].num_virtual + 1) * len(plan.pipelines[replica.pipeline].stages)
-        for replica in plan.replicas
-    )
+    """The plan with fewer micro-batches, where more of them only repeat what happens."""
     replicas = tuple(
         replica.model_copy(
             update={
-                "sequences": min(most, plan.num_micro_batches(replica)) * plan.pipelines[replica.pipeline].micro_batch
+                "sequences": fewest(plan.pipelines[replica.pipeline], plan.num_micro_batches(replica))
+                * plan.pipelines[replica.pipeline].micro_batch
             }
         )
         for replica in plan.replicas
@@ -152,12 +145,31 @@ def shortened(plan: Plan) -> Plan:
     return plan.model_copy(update={"replicas": replicas, "training": training})
 
 
+def fewest(pipeline: Pipeline, number: int) -> int:
+    """Micro-batches with which every stage comes to the moments at which it holds most with `number` of them, and has
+    another one on its way then; as many turns as are alike when interleaved.
+    """
+    if pipeline.schedule == "given":
+        return number
+    num_stages = len(pipeline.stages)
+    turn = num_stages if pipeline.schedule == "interleaved" and number % num_stages == 0 else 1
+
+    def fullest(count: int) -> list[set[Held]]:
+        return [set(most_held(own)) for own in pipeline.stage_actions(count)]
+
+    most = fullest(number)
+    enough = next((count for count in range(num_stages, number, turn) if fullest(count) == most), number)
+    return min(number, enough + (turn == 1))
+
+
 def play(job: Job, folder: Path, progress: Progress, until: float) -> tuple[Plan, list[Row]] | None:
     """All kinds of ranks of a job's plan; None when time is up before they are played."""
     plan, path = plan_of(job, folder), folder / f"{job.name}.rows.json"
     known: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
     formulas, rows = PlanWork(plan), []
     seats = formulas.unlike_seats()
+    # Of stages that hold, compute and send the same, one.
+    seats = list({repr(formulas.of(seat)): seat for seat in reversed(seats)}.values())[::-1]
     task = progress.add_task(job.name, total=len(seats))
     for seat in seats:
         key = f"{seat.stage}.{seat.position}"

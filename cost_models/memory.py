@@ -139,13 +139,13 @@ def _on_rank(module: Module, share: Share, precision: Precision, recompute: Reco
 
 
 class _Parts(NamedTuple):
-    """What all modules of a stage take on one rank: bytes kept and waiting by virtual stage, at work and in masks;
+    """What all modules of a stage take on one rank: bytes kept, waiting and at work by virtual stage, and in masks;
     elements of the largest bucket, and of what is gathered around a use.
     """
 
     kept: tuple[int, ...]
     deferred: tuple[int, ...]
-    working: int
+    working: tuple[int, ...]
     masks: int
     bucket: int
     gathered: int
@@ -230,7 +230,7 @@ def _parts_of_rank(
     on_gpu: bool,
 ) -> _Parts:
     masks: dict[tuple[int | None, bool], int] = {}
-    kept, deferred, working = [0] * len(runs), [0] * len(runs), 0
+    kept, deferred, working = ([0] * len(runs) for _ in range(3))
     bucket, gathered = BUCKET_ELEMENTS, 0
     for virtual, groups in enumerate(runs):
         for group in groups:
@@ -238,14 +238,14 @@ def _parts_of_rank(
             own = _on_rank(group.module, share, precision, group.placement.recompute)
             kept[virtual] += group.count * own.kept
             deferred[virtual] += group.count * own.deferred
-            working = max(working, own.working)
+            working[virtual] = max(working[virtual], own.working)
             if isinstance(group.module, Attention) and not (on_gpu and _kernel_masks(group.module, seq_len)):
                 kind = (group.module.window, group.module.score_cap is not None)
                 masks[kind] = max(masks.get(kind, 0), mask_elements(group.module, share))
             bucket = max(bucket, own.largest)
             gathered = max(gathered, own.matrices if group.placement.zero == 3 else 0)
     size = ACTIVATION_BYTES[precision]
-    return _Parts(tuple(kept), tuple(deferred), working, size * sum(masks.values()), bucket, gathered)
+    return _Parts(tuple(kept), tuple(deferred), tuple(working), size * sum(masks.values()), bucket, gathered)
 
 
 def _kernel_masks(module: Attention, seq_len: int) -> bool:
@@ -307,13 +307,12 @@ class PlanMemory:
         ]
 
     def _rank(self, member: Member, parts: _Parts, chunk_tokens: int, moments: tuple[Held, ...]) -> MemoryTerms:
-        last = len(self._plan.pipelines[member[0]].stages) - 1
-        edges = 2 * len(parts.kept) - (member[1] == 0) - (member[1] == last)
+        chunks = self._passing_chunks(member, len(parts.kept))
         held = self._weights[member], self._gradients[member], self.owned[member]
         moved = self._scattered[member], self._gathered[member]
-        key = (parts, chunk_tokens, moments, edges, held, moved)
+        key = (parts, chunk_tokens, moments, chunks, held, moved)
         if key not in self._terms:
-            self._terms[key] = self._terms_of(parts, chunk_tokens, moments, edges, held, moved)
+            self._terms[key] = self._terms_of(parts, chunk_tokens, moments, chunks, held, moved)
         return self._terms[key]
 
     def _terms_of(
@@ -321,28 +320,39 @@ class PlanMemory:
         parts: _Parts,
         chunk_tokens: int,
         moments: tuple[Held, ...],
-        edges: int,
+        chunks: int,
         held: tuple[float, float, float],
         moved: tuple[int, int],
     ) -> MemoryTerms:
         """`held`: elements of weights, gradients and optimizer; `moved`: scattered, and gathered at once."""
         precision = self._plan.training.precision
-        activations = max(
+        kept = [
             sum(n * size for n, size in zip(moment.kept + moment.deferred, parts.kept + parts.deferred, strict=True))
             for moment in moments
-        )
+        ]
+        activations = max(kept)
+        # Beside them at their most: a virtual stage that works with more may do so when less is kept.
+        at_most = max(size + parts.working[moment.working] for size, moment in zip(kept, moments, strict=True))
         weight = WEIGHT_BYTES[precision]
-        # What is scattered and gathered once a step finds activations gone; a chunk is on its way in and out at every
-        # edge of the pipeline.
+        # What is scattered and gathered once a step finds activations gone.
         passing = sharding_bytes(moved[0], parts.bucket, parts.gathered, precision)
-        sharding = max(passing, moved[1] * weight - activations - parts.working)
+        sharding = max(passing, moved[1] * weight - at_most)
         chunk = ACTIVATION_BYTES[precision] * chunk_tokens * self._plan.model.hidden
         return MemoryTerms(
             weights=round(held[0] * weight),
             gradients=round(held[1] * GRADIENT_BYTES),
             optimizer=round(held[2] * _state_bytes(precision)),
             activations=activations,
-            working=parts.working + parts.masks,
-            communication=sharding + 2 * edges * chunk,
+            working=at_most - activations + parts.masks,
+            communication=sharding + chunks * chunk,
             reserved=self._reserved_bytes,
         )
+
+    def _passing_chunks(self, member: Member, num_virtual: int) -> int:
+        """Chunks on their way: activations and gradients, one of each in (the next receive is posted when the one
+        before has come) and one out, however many virtual stages share them.
+        """
+        last = len(self._plan.pipelines[member[0]].stages) - 1
+        if num_virtual > 1:
+            return 4 if last else 0
+        return 4 - 2 * (member[1] == 0) - 2 * (member[1] == last)

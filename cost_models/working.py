@@ -24,10 +24,8 @@ MAX_LOGIT_ELEMENTS = 2**26  # the head computes its logits in pieces of this siz
 def working_bytes(module: Module, share: Share, precision: Precision, recompute: Recompute = "none") -> int:
     """Extra bytes at the peak of a module's own computing, beyond what `activation_bytes` counts with that recompute.
 
-    # full: what it brings back, its output again (a c h), and the working memory of keeping all
-    #   c tokens of the rank's chunk, h hidden, a bytes of an activation
+    # full: what it brings back, and the working memory of keeping all
     """
-    chunk = ACTIVATION_BYTES[precision] * share.chunk_tokens * module.hidden
     match module:
         case Embedding():
             return _embedding(module, share, precision)
@@ -43,7 +41,7 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
             working = _latent_attention(module, share, precision)
     if recompute == "full" or (recompute == "selective" and isinstance(module, LatentAttention)):
         whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", recompute))
-        working += whole - kept + (chunk if recompute == "full" else 0)
+        working += whole - kept
     return working
 
 
@@ -78,7 +76,8 @@ def _mlp(module: Mlp, share: Share, precision: Precision, *, selective: bool) ->
     # activation       gradients of gate and up and two products of them  3 T f  (no gate: T f)
     # first product    gathered input, gradient of the input  T h (+ c h), gradients of the weights, less T f
     # norm of the output, where there is one: 4 c h more
-    # selective: activation and second product at once, with the columns again: T h + 5 T f (no gate: 3 T f)
+    # selective: activation and second product at once, with the columns again: T h + 5 T f (no gate: 3 T f); first
+    #   product less nothing
     """
     size, gated = ACTIVATION_BYTES[precision], module.gated
     chunk, gathered, own = _tokens(module.hidden, share)
@@ -88,7 +87,7 @@ def _mlp(module: Mlp, share: Share, precision: Precision, *, selective: bool) ->
     activation = (3 if gated else 1) * columns
     if selective:
         second, activation = 0, gathered + (5 if gated else 3) * columns
-    first = own + (1 + gated) * matrix - columns
+    first = own + (1 + gated) * matrix - (0 if selective else columns)
     after = 4 * chunk if module.post_norm else 0
     return size * (chunk + max(second, activation, first, after))
 
@@ -103,7 +102,7 @@ def _attention(module: Attention, share: Share, precision: Precision, *, selecti
     # projections      T h (+ c h) + h (q + 2 k) d, less T q d
     # norm of the output, where there is one: 4 c h more
     # selective: T h and the output, normalised (twice) and rotated queries, keys and values again beside the scores'
-    #   gradients; with a cap all that is not kept, and the scores once more
+    #   gradients; with a cap all that is not kept, and the scores once more; projections less nothing
     #   K tokens whose keys and values the rank has, N pairs of the largest piece
     """
     size, tokens = ACTIVATION_BYTES[precision], share.block_tokens
@@ -128,39 +127,47 @@ def _attention(module: Attention, share: Share, precision: Precision, *, selecti
         if held > tokens:
             scores += size * 2 * held * keys
     output = 0 if selective else gathered + (tokens + module.hidden) * queries
-    projections = own + module.hidden * (queries + 2 * keys) - tokens * queries
+    projections = own + module.hidden * (queries + 2 * keys) - (0 if selective else tokens * queries)
     after = 4 * chunk if module.post_norm else 0
     return max(size * output, scores, size * projections, size * after) + size * chunk
 
 
 def _moe(module: Moe, share: Share, precision: Precision, recompute: Recompute) -> int:
-    """Its phases, backward: the shared experts on own tokens, then the routed ones one by one.
+    """Its phases beside the gradient of the output, c h; backward the shared experts on own tokens come first, then the
+    routed ones one by one.
 
-    # shared   c h and gradients of the columns 3 c f'
-    # routed   c h, and first gradients of the sums, of the outputs and their product with them R (3 h + 1), in the end
-    #          those of the three stacked weights W and of one once more 4 / 3 W, less columns that are gone 4 R f; less
-    #          the shared ones' columns, 3 c f'; with selective recompute what that brings back
-    # recompute in a block of several: what arrived and its gradient, beside what it becomes: full A h, selective
-    #          A (2 a h + (a + 8) e)
+    # forward  the experts' outputs, and weighted  2 R h;  their sums, A h;  in a block of several what arrived
+    # shared   gradients of the columns  3 c f'
+    # sums     gradients of the sums, of the outputs and their product with them  R (3 h + 1)
+    # columns  of one expert, as in an MLP, and the gradient of its second matrix  3 R f / u + h f;  beside it what
+    #          those before have left and freed, each  3 h f + R h / u - 3 R f / u;  with the last one go the sums'
+    # weights  gradients of all matrices and of one kind stacked, and of what arrived  4 u h f + A h;  less columns,
+    #          outputs and inputs of the experts  R (3 f + 2 h)
+    #   less the shared ones' columns, 3 c f', which are not there yet or gone
+    # selective: with what that brings back and what arrived; in the forward phase also the sums' gradients, A h
+    #   A tokens that arrive; in a block of several with weights and numbers of their experts, A (a h + (a + 8) e)
     """
-    size, units, routed = (
-        ACTIVATION_BYTES[precision],
-        share.units,
-        routed_tokens(module, share.block_tokens, share.units),
+    size, units, hidden = ACTIVATION_BYTES[precision], share.units.size, module.hidden
+    routed = routed_tokens(module, share.block_tokens, share.units)
+    arrived = dispatched_tokens(module, share.block_tokens, share.units)
+    inputs = arrived * (size * hidden + (size + EXPERT_NUMBER_BYTES) * module.experts_per_token)
+    if share.degree == 1:
+        inputs = 0.0  # the normalised chunk, which is kept
+    matrix, columns = hidden * module.expert_ffn, routed * module.expert_ffn / units
+    each = 3 * matrix + routed * hidden / units - 3 * columns
+    before = max(i * each - (routed * hidden if i == units - 1 else 0) for i in {0, max(0, units - 2), units - 1})
+    backward = size * max(
+        routed * (3 * hidden + 1),
+        3 * columns + matrix + before,
+        4 * units * matrix + arrived * hidden - routed * (3 * module.expert_ffn + 2 * hidden),
     )
-    columns = 3 * size * share.chunk_tokens * module.shared_ffn
-    weights = 3 * units.size * module.expert_ffn * module.hidden
-    experts = size * max(routed * (3 * module.hidden + 1), 4 * weights / 3 - 4 * routed * module.expert_ffn)
+    forward = size * (2 * routed + arrived) * hidden + inputs
     if recompute == "selective":
         whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", recompute))
-        experts += whole - kept
-    arrived = 0.0
-    if recompute != "none" and share.degree > 1:
-        row = size * module.hidden
-        if recompute == "selective":
-            row += row + (size + EXPERT_NUMBER_BYTES) * module.experts_per_token
-        arrived = row * dispatched_tokens(module, share.block_tokens, units)
-    return round(size * share.chunk_tokens * module.hidden + max(columns, experts - columns) + arrived)
+        backward += whole - kept + inputs
+        forward += whole - kept + size * arrived * hidden
+    shared = 3 * size * share.chunk_tokens * module.shared_ffn
+    return round(size * share.chunk_tokens * hidden + max(shared, max(forward, backward) - shared))
 
 
 def _latent_attention(module: LatentAttention, share: Share, precision: Precision) -> int:

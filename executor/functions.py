@@ -300,8 +300,9 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        grad_x, grad_weight = ctx.saved_tensors
-        return None, None, grad_x * grad.to(grad_x.dtype), grad_weight * grad.to(grad_weight.dtype), *(None,) * 4
+        # In place: the weight's can be the largest tensor of a stage, and nobody needs it unscaled any more.
+        grad_x, grad_weight = (of.mul_(grad.to(of.dtype)) for of in ctx.saved_tensors)
+        return None, None, grad_x, grad_weight, *(None,) * 4
 
 
 def _piece_loss(

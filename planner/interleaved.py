@@ -34,6 +34,7 @@ from planner.interleaved_stage import Columns, Ints
 from planner.options import Menu, OptionSource
 from planner.outcome import Outcome
 from planner.space import SHARDED, Grid
+from specs.model import Embedding, Head
 
 if TYPE_CHECKING:
     from planner.search import Searcher
@@ -150,30 +151,32 @@ class Space:
         """Of each split of an interleaved grid point: False where a stage's smallest options are too much before its
         first backward.
         """
-        columns, held = self.columns(menu), held_at_first(grid)
+        columns = self._columns_of(grid, menu)
+        held = held_at_first(grid)
         least = (columns.static + held[:, :, None, None] * columns.activation).min(axis=3)  # [stage, v, kind]
         counts = np.stack([self.counts(split) for split in splits])
         counts = counts.reshape(len(splits), grid.num_virtual, grid.num_stages, -1).swapaxes(1, 2)
         used = (counts * least).sum(axis=(2, 3))
-        used += np.where(counts.sum(axis=2) > 0, columns.working.min(axis=1), 0.0).max(axis=2)
-        fits: npt.NDArray[np.bool_] = (used <= self._room(grid, replace(grid, schedule="1f1b", num_virtual=1))).all(
-            axis=1
-        )
+        # That backward is of the last virtual stage.
+        used += np.where(counts[:, :, -1] > 0, columns.working.min(axis=1), 0.0).max(axis=2)
+        fits: npt.NDArray[np.bool_] = (used <= self._capacity - self.source.edge_bytes(grid)).all(axis=1)
         return fits
-
-    def _room(self, grid: Grid, variant: Grid) -> float:
-        """Bytes for the modules of an interleaved grid point.  A virtual stage sends and receives as a stage does, so
-        the edges of all take V times the bytes.
-        """
-        return self._capacity - grid.num_virtual * self.source.edge_bytes(variant)
 
     def costs(self, variant: Grid, grid: Grid, number: int) -> Costs:
         """Of a variant and its interleaved grid point, with one of its menus."""
         key = (grid, number)
         if key not in self._costs:
-            menu = self.menus(variant)[number]
-            self._costs[key] = Costs(grid, menu, self.columns(menu), self._room(grid, variant), self.source)
+            menu, room = self.menus(variant)[number], self._capacity - self.source.edge_bytes(grid)
+            self._costs[key] = Costs(grid, menu, self._columns_of(grid, menu), room, self.source)
         return self._costs[key]
+
+    def _columns_of(self, grid: Grid, menu: Menu) -> Columns:
+        """A menu's costs in a ring: the first and the last stage have as many edges as the others, and a menu takes one
+        from the embedding and the head.
+        """
+        columns, ends = self.columns(menu), [isinstance(m, Embedding | Head) for m in self.source.chain.modules]
+        edge = self.source.edge_bytes(grid) / 2.0
+        return replace(columns, static=columns.static + np.where(ends, edge, 0.0)[:, None])
 
 
 class _Shape:

@@ -20,7 +20,7 @@ from cost_models.pipeline import simulate_actions
 from cost_models.stragglers import expected_maximum
 from planner.blocks import stage_degrees
 from planner.grid_search import Best
-from planner.interleaved_held import held_on
+from planner.interleaved_held import moments_on
 from planner.interleaved_stage import Columns, Ints, Relaxed, Selection, StageSolver
 from planner.layout import Layout
 from planner.options import Menu, OptionSource
@@ -41,7 +41,7 @@ class Costs:
         self.less = sum(source.rates.sync(grid, degree).less for degree in stage_degrees(grid.num_ranks))
         self.exposures = source.rates.exposures(grid.zero)
         self.ring = ring_seconds(grid, source)
-        self.held = held_on(grid)
+        self.moments = moments_on(grid)
         self._grid = grid
 
     @cached_property
@@ -61,7 +61,7 @@ class Costs:
 
     def _relaxed(self, after: Floats | float) -> Relaxed:
         work = self._grid.num_micro_batches * (self.columns.forward + self.columns.backward)
-        return Relaxed(self.columns, self.held, work + after, self.capacity)
+        return Relaxed(self.columns, self.moments, work + after, self.capacity)
 
 
 class Point:
@@ -121,10 +121,10 @@ class Point:
         line = max(costs.exposures, key=lambda line: float(totals @ costs.after(line).min(axis=1)))
         work = m * (costs.columns.forward + costs.columns.backward)
         ending = work + costs.after(line) + costs.columns.update
-        first = solver.solve(self._counts[:, 0], costs.held[0], ending)
+        first = solver.solve(self._counts[:, 0], costs.moments[0], ending)
         found = set()
         for weighted in (ending, work):
-            solved = [first, *(solver.solve(self._counts[:, s], costs.held[s], weighted) for s in stages)]
+            solved = [first, *(solver.solve(self._counts[:, s], costs.moments[s], weighted) for s in stages)]
             fitting = tuple(one.selection for one in solved if one is not None)
             if len(fitting) < len(solved):
                 return set()

@@ -2,10 +2,11 @@
 
     minimise    sum over virtual stages v, kinds k, options c of  n[v, k, c] seconds[k, c]
     subject to  sum over c of n[v, k, c] = counts[v, k]
-                sum n[v, k, c] (static[k, c] + held[v] activation[k, c]) + largest working memory <= capacity
+                sum n[v, k, c] (static[k, c] + held[v] activation[k, c]) + largest working[k, c] <= capacity
 
-held[v] is the number of micro-batches whose activations virtual stage v keeps.  At the moments at which a stage is
-fullest these numbers differ a little: the program has their means, and what it finds is tried at each moment.
+held[v] is the number of micro-batches whose activations virtual stage v keeps; the largest working memory is that of
+the virtual stage at work.  At the moments at which a stage is fullest both differ: the program has the means of held[v]
+and the largest of all that work at those moments, and what it finds is tried at each moment.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.knapsack import ROUNDING, choose_beside
+from planner.interleaved_held import Moments
+from planner.knapsack import choose_beside
 from planner.options import Menu
 from planner.stage import byte_prices
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 # Prices of a byte at which a stage is bounded.
 MAX_PRICES = 24
 # What is tried when what fits on average does not fit at every moment: other mixtures of moments, then less capacity.
 MOST_MIXTURES, MOST_REPAIRS = 4, 8
+# Bytes of the capacity that are worth another try when virtual stages work with unlike memory.
+WORTH_A_TRY = 1e-3
 
 # By virtual stage and kind: (option, how many modules take it).
 Selection = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
@@ -72,16 +77,16 @@ class Relaxed:
     once for all contents.
     """
 
-    def __init__(self, columns: Columns, held: Sequence[Ints], weighted: Floats, capacity: float) -> None:
-        """`held[s]`: micro-batches held at each moment, [moment, v]; `weighted` [kind, option]."""
-        numbers, at = np.unique(
-            np.stack([_mean(moments, moments.sum(axis=1)) for moments in held]), return_inverse=True
-        )
-        at = at.reshape(len(held), -1)
+    def __init__(self, columns: Columns, moments: Sequence[Moments], weighted: Floats, capacity: float) -> None:
+        """`moments` by stage; `weighted` [kind, option]."""
+        fullest = [own.fullest(own.held.sum(axis=1)) for own in moments]
+        numbers, at = np.unique(np.stack([own.held.mean(axis=0) for own in fullest]), return_inverse=True)
+        at = at.reshape(len(moments), -1)
         self._memory = columns.static + numbers[:, None, None] * columns.activation  # [held, kind, option]
         self._at, self._weighted = at, weighted
-        self._least = self._memory.min(axis=2)[at].reshape(len(held), -1)
+        self._least = self._memory.min(axis=2)[at].reshape(len(moments), -1)
         self._working = columns.working.min(axis=1)
+        self._at_work = np.stack([own.at_work() for own in fullest])
         self._capacity = capacity
 
     @cached_property
@@ -95,8 +100,8 @@ class Relaxed:
 
     def bounds(self, counts: Floats) -> Floats:
         """By stage, for [stage, v, kind] modules; `inf` where it cannot fit."""
-        present = counts.sum(axis=1) > 0.0
-        room = self._capacity - np.where(present, self._working, 0.0).max(axis=1)
+        working = np.where(counts > 0.0, self._working, 0.0).max(axis=2)
+        room = self._capacity - (self._at_work * working).sum(axis=1)
         flat = counts.reshape(len(counts), 1, -1)
         if ((flat[:, 0] * self._least).sum(axis=1) > room).any():
             return np.full(len(counts), np.inf)
@@ -113,51 +118,84 @@ class StageSolver:
         self._capacity = capacity
         self.num_labels = 0
 
-    def most_bytes(self, held: Ints, selection: Selection) -> float:
-        """At the fullest moment of those in `held`, [moment, v]."""
-        columns = self._columns
-        static = working = 0.0
-        kept = np.zeros(len(selection))
+    def most_bytes(self, moments: Moments, selection: Selection) -> float:
+        """At the fullest of these moments."""
+        static, kept, working = self._bytes(selection)
+        return static + float((moments.held @ kept + working[moments.working]).max())
+
+    def _bytes(self, selection: Selection) -> tuple[float, Floats, Floats]:
+        """What a selection has all the time, and by virtual stage what it keeps of a micro-batch and works with."""
+        columns, static = self._columns, 0.0
+        kept, working = np.zeros(len(selection)), np.zeros(len(selection))
         for v, of_kinds in enumerate(selection):
             for kind, chosen in enumerate(of_kinds):
                 for option, number in chosen:
                     static += number * float(columns.static[kind, option])
                     kept[v] += number * float(columns.activation[kind, option])
-                    working = max(working, float(columns.working[kind, option]))
-        return static + working + float((held @ kept).max())
+                    working[v] = max(working[v], float(columns.working[kind, option]))
+        return static, kept, working
 
-    def solve(self, counts: Ints, held: Ints, weighted: Floats) -> Solved | None:
+    def solve(self, counts: Ints, moments: Moments, weighted: Floats) -> Solved | None:
         """The least weighted seconds, [kind, option], of [v, kind] modules; None where nothing is found that fits.
 
         The least, where one moment is the fullest for all selections; else what these tries find.
         """
-        mixture = _mean(held, held @ (counts @ self._columns.activation.mean(axis=1)))
+        fullest = moments.fullest(moments.held @ (counts @ self._columns.activation.mean(axis=1)))
+        mixture, at_work = fullest.held.mean(axis=0), fullest.at_work() > 0.0
         capacity = self._capacity
         for turn in range(MOST_MIXTURES + MOST_REPAIRS):
-            groups = self._groups(counts, mixture, weighted)
-            chosen = self._fastest(counts, held, groups) or self._exact(groups, capacity)
+            groups = self._groups(counts, mixture, at_work, weighted)
+            chosen = self._fastest(counts, moments, groups)
+            if chosen is not None:
+                return Solved(_seconds(groups, chosen), _dealt(counts, groups, chosen))
+            chosen = self._exact(groups, capacity)
+            if chosen is None and turn == 0 and at_work.sum() > 1:  # perhaps only because all of them work
+                mixture, at_work = fullest.held[0], np.arange(len(counts)) == fullest.working[0]
+                continue
             if chosen is None:
                 break
             selection = _dealt(counts, groups, chosen)
-            excess = self.most_bytes(held, selection) - self._capacity
+            excess = self.most_bytes(moments, selection) - self._capacity
             if excess <= 0.0:
-                return Solved(_seconds(groups, chosen), selection)
+                return self._with_more(counts, moments, at_work, groups, Solved(_seconds(groups, chosen), selection))
             if turn < MOST_MIXTURES:
-                fullest = max(held, key=lambda moment: self.most_bytes(moment[None], selection))
-                mixture = fullest if turn == 0 else 0.5 * (mixture + fullest)
+                _, kept, working = self._bytes(selection)
+                most = int((moments.held @ kept + working[moments.working]).argmax())
+                works = np.arange(len(counts)) == moments.working[most]
+                mixture = moments.held[most] if turn == 0 else 0.5 * (mixture + moments.held[most])
+                at_work = works if turn == 0 else at_work | works
             else:
                 capacity -= excess
         if capacity == self._capacity:
             return None  # a mean of moments is no harder to fit than all of them
-        groups = self._groups(counts, held.max(axis=0), weighted)
+        groups = self._groups(counts, moments.held.max(axis=0), np.full(len(counts), True), weighted)
         chosen = self._exact(groups, self._capacity)
         return None if chosen is None else Solved(_seconds(groups, chosen), _dealt(counts, groups, chosen))
 
-    def _groups(self, counts: Ints, held: Floats | Ints, weighted: Floats) -> list[_Group]:
-        """Virtual stages' kinds; those that hold as much are one."""
-        members: dict[tuple[int, float], list[int]] = {}
+    def _with_more(
+        self, counts: Ints, moments: Moments, at_work: Bools, groups: Sequence[_Group], found: Solved
+    ) -> Solved:
+        """Where virtual stages work with unlike memory, the largest does so when less is held: the capacity is tried
+        that what was found would have needed if it were not so.
+        """
+        static, kept, working = self._bytes(found.selection)
+        at_most = static + float((moments.held @ kept).max() + working[at_work].max())
+        spare = at_most - self.most_bytes(moments, found.selection)
+        if spare > WORTH_A_TRY * self._capacity:
+            for part in (1.0, 0.5):
+                chosen = self._exact(groups, self._capacity + part * spare)
+                if chosen is None:
+                    continue
+                selection = _dealt(counts, groups, chosen)
+                if self.most_bytes(moments, selection) <= self._capacity:
+                    return min(found, Solved(_seconds(groups, chosen), selection))
+        return found
+
+    def _groups(self, counts: Ints, held: Floats | Ints, at_work: Bools, weighted: Floats) -> list[_Group]:
+        """Virtual stages' kinds; those that hold as much and are at work alike are one."""
+        members: dict[tuple[int, float, bool], list[int]] = {}
         for v, kind in zip(*np.nonzero(counts), strict=True):
-            members.setdefault((int(kind), float(held[v])), []).append(int(v))
+            members.setdefault((int(kind), float(held[v]), bool(at_work[v])), []).append(int(v))
         return [
             _Group(
                 kind,
@@ -165,38 +203,34 @@ class StageSolver:
                 int(counts[own, kind].sum()),
                 weighted[kind],
                 self._columns.static[kind] + kept * self._columns.activation[kind],
+                self._columns.working[kind] * works,
             )
-            for (kind, kept), own in members.items()
+            for (kind, kept, works), own in members.items()
         ]
 
-    def _fastest(self, counts: Ints, held: Ints, groups: Sequence[_Group]) -> list[list[tuple[int, int]]] | None:
+    def _fastest(self, counts: Ints, moments: Moments, groups: Sequence[_Group]) -> list[list[tuple[int, int]]] | None:
         """Of every module the fastest option, if they fit."""
         fastest = [[(int(np.lexsort((group.memory, group.seconds))[0]), group.number)] for group in groups]
-        return fastest if self.most_bytes(held, _dealt(counts, groups, fastest)) <= self._capacity else None
+        return fastest if self.most_bytes(moments, _dealt(counts, groups, fastest)) <= self._capacity else None
 
     def _exact(self, groups: Sequence[_Group], capacity: float) -> list[list[tuple[int, int]]] | None:
         seconds, memory = [group.seconds for group in groups], [group.memory for group in groups]
         prices = byte_prices(list(zip(seconds, memory, strict=True)), MAX_PRICES)
-        working = [self._columns.working[group.kind] for group in groups]
+        working = [group.working for group in groups]
         label, asked = choose_beside([group.number for group in groups], seconds, memory, working, capacity, prices)
         self.num_labels += asked
         return None if label is None else label.selection
 
 
 class _Group(NamedTuple):
-    """Modules of one kind in virtual stages alike; seconds and bytes by option."""
+    """Modules of one kind in virtual stages alike; seconds and bytes by option, `working` nothing where not at work."""
 
     kind: int
     members: tuple[int, ...]
     number: int
     seconds: Floats
     memory: Floats
-
-
-def _mean(held: Ints, full: Floats | Ints) -> Floats:
-    """Of the moments that are fullest by some measure."""
-    mean: Floats = held[full >= full.max() * (1.0 - ROUNDING)].mean(axis=0)
-    return mean
+    working: Floats
 
 
 def _seconds(groups: Sequence[_Group], chosen: Sequence[Sequence[tuple[int, int]]]) -> float:

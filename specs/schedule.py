@@ -127,42 +127,50 @@ def repeats(schedule: Schedule, *, num_stages: int, num_micro_batches: int) -> R
 
 
 class Held(NamedTuple):
-    """Micro-batches that a stage holds at one moment, by virtual stage.
+    """Micro-batches that a stage holds at one moment, by virtual stage, that of the action included.
 
-    `kept`: their activations wait for B or I; `deferred`: what I left waits for W.
+    `kept`: their activations wait for B or I; `deferred`: what I left waits for W.  `working`: the virtual stage whose
+    action it is.
     """
 
     kept: tuple[int, ...]
     deferred: tuple[int, ...]
+    working: int
 
 
 @lru_cache(maxsize=1024)
 def most_held(actions: Actions) -> tuple[Held, ...]:
-    """The moments at which a stage holds most: every other holds no more, in any respect, than one of these."""
+    """The moments at which a stage holds most: every other holds no more, in any respect, than one of these at which
+    the same virtual stage works.
+    """
     num_virtual = 1 + max(action.virtual for action in actions)
     kept, deferred = [0] * num_virtual, [0] * num_virtual
     moments: list[Held] = []
     seen: set[Held] = set()
+
+    def note(virtual: int) -> None:
+        nonlocal moments
+        now = Held(tuple(kept), tuple(deferred), virtual)
+        if now not in seen:
+            seen.add(now)
+            if not any(_within(now, other) for other in moments):
+                moments = [other for other in moments if not _within(other, now)] + [now]
+
     for kind, _, virtual in actions:
-        if kind == "W":
-            deferred[virtual] -= 1
-            continue
-        if kind == "F":
-            kept[virtual] += 1
-        else:
-            kept[virtual] -= 1
-            deferred[virtual] += kind == "I"
-        now = Held(tuple(kept), tuple(deferred))
-        if now in seen:
-            continue
-        seen.add(now)
-        if not any(_within(now, other) for other in moments):
-            moments = [other for other in moments if not _within(other, now)] + [now]
+        kept[virtual] += kind == "F"
+        note(virtual)
+        kept[virtual] -= kind in "BI"
+        deferred[virtual] -= kind == "W"
+        if kind == "I":
+            deferred[virtual] += 1
+            note(virtual)
     return tuple(moments)
 
 
 def _within(one: Held, other: Held) -> bool:
-    return all(a <= b for a, b in zip(one.kept + one.deferred, other.kept + other.deferred, strict=True))
+    return one.working == other.working and all(
+        a <= b for a, b in zip(one.kept + one.deferred, other.kept + other.deferred, strict=True)
+    )
 
 
 class Step(NamedTuple):

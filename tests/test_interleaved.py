@@ -20,7 +20,7 @@ from cost_models.step import price
 from executor.dry_run import dry_run
 from planner.constraints import Constraints
 from planner.grid_search import Incumbent
-from planner.interleaved_held import held_at_first, held_on
+from planner.interleaved_held import Moments, held_at_first, moments_on
 from planner.interleaved_split import splits
 from planner.interleaved_stage import Columns, Relaxed, StageSolver
 from planner.make import make_plan
@@ -70,10 +70,12 @@ def test_splits_are_even_and_whole(num_layers: int, num_stages: int, num_virtual
 def test_what_is_held_is_what_the_schedule_holds(num_stages: int, num_micro_batches: int, num_virtual: int) -> None:
     grid = Grid(num_stages, 1, 1, 1, num_micro_batches, "interleaved", 1, num_virtual=num_virtual)
     sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_virtual": num_virtual}
-    for stage, (held, first) in enumerate(zip(held_on(grid), held_at_first(grid).tolist(), strict=True)):
+    for stage, (moments, first) in enumerate(zip(moments_on(grid), held_at_first(grid).tolist(), strict=True)):
         expected = most_held(stage_actions("interleaved", stage=stage, **sizes))
-        assert sorted(map(tuple, held.tolist())) == sorted(of.kept for of in expected)
-        assert any(all(a <= b for a, b in zip(first, of.kept, strict=True)) for of in expected)
+        found = zip(map(tuple, moments.held.tolist()), moments.working.tolist(), strict=True)
+        assert sorted(found) == sorted((of.kept, of.working) for of in expected)
+        backward = [of.kept for of in expected if of.working == num_virtual - 1]
+        assert any(all(a <= b for a, b in zip(first, kept, strict=True)) for kept in backward)
 
 
 def some_columns(generator: np.random.Generator, num_kinds: int, num_options: int) -> Columns:
@@ -94,6 +96,7 @@ def test_a_stage_is_solved_like_enumeration(seed: int) -> None:
     counts = generator.integers(0, 3, (2, 2))
     counts[0, 0] += 1
     held = generator.integers(1, 4, (generator.integers(1, 3), 2))
+    moments = Moments(held, generator.integers(0, 2, len(held)))
     weighted = generator.integers(1, 9, (2, 3)).astype(float)
     capacity = float(generator.integers(10, 90))
     solver, best = StageSolver(columns, capacity), float("inf")
@@ -104,15 +107,15 @@ def test_a_stage_is_solved_like_enumeration(seed: int) -> None:
             place: tuple((o, own.count(o)) for o in sorted(set(own))) for place, own in zip(places, chosen, strict=True)
         }
         selection = tuple(tuple(taken[v, k] for k in (0, 1)) for v in (0, 1))
-        if solver.most_bytes(held, selection) <= capacity:
+        if solver.most_bytes(moments, selection) <= capacity:
             best = min(best, sum(n * weighted[k, o] for (_, k), own in taken.items() for o, n in own))
-    found = solver.solve(counts, held, weighted)
-    bound = Relaxed(columns, [held], weighted, capacity).bounds(counts[None].astype(float))[0]
+    found = solver.solve(counts, moments, weighted)
+    bound = Relaxed(columns, [moments], weighted, capacity).bounds(counts[None].astype(float))[0]
     assert bound <= best + 1e-9
     if found is None:
         assert best == float("inf") or len(held) > 1
         return
-    assert solver.most_bytes(held, found.selection) <= capacity
+    assert solver.most_bytes(moments, found.selection) <= capacity
     own = sum(
         n * weighted[k, o] for of_kinds in found.selection for k, chosen in enumerate(of_kinds) for o, n in chosen
     )

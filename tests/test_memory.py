@@ -25,6 +25,7 @@ from executor.stage import StageModule, build_module
 from specs.layout import Interval, balanced_cuts
 from specs.model import Attention, Embedding, Head, Mlp, Module, Moe, Norm, num_units
 from specs.plan import ModulePlacement, Pipeline, Plan, Recompute, Replica, Stage
+from specs.schedule import Schedule
 from tests.layouts import ReplicaShape, StageShape, build, small_model
 from tests.plans import plan, rank_memory, tiny_model
 
@@ -49,6 +50,7 @@ MODULES: dict[str, Module] = {
     "experts": Moe(hidden=128, num_experts=8, experts_per_token=2, expert_ffn=192),
     "experts and shared ones": Moe(hidden=128, num_experts=8, experts_per_token=2, expert_ffn=192, shared_ffn=300),
     "many experts": Moe(hidden=64, num_experts=32, experts_per_token=4, expert_ffn=64),
+    "few experts": Moe(hidden=128, num_experts=4, experts_per_token=2, expert_ffn=448),
 }
 
 
@@ -129,6 +131,7 @@ def peak_bytes(module: Module, share: Share, recompute: Recompute) -> int:
     """
     built, chunk = built_module(module, share, recompute)
     live = LiveStorages()
+    live.ignore(chunk.untyped_storage())  # else counted twice where a view of it is made
     for parameter in built.parameters():
         live.ignore(parameter.untyped_storage())
         parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
@@ -154,6 +157,7 @@ def _balanced(module: Moe, built: torch.nn.Module, num_tokens: int) -> torch.Ten
 def modes(doublings: int) -> list[tuple[str, int, str]]:
     """Module, degree, recompute."""
     found = [(name, 2**i, mode) for name in MODULES for i in range(doublings) for mode in ("none", "selective", "full")]
+    found += [("few experts", 4, mode) for mode in ("none", "selective", "full") if doublings < 3]
     return found + [(name, 2, "keep") for name, module in MODULES.items() if module.kind in ("attention", "mlp")]
 
 
@@ -173,7 +177,32 @@ def test_peak_of_a_module_is_that_of_live_tensors(name: str, degree: int, recomp
     kept = activation_bytes(module, share, "fp32", recompute)
     out = 4 if module.kind == "head" else 4 * share.chunk_tokens * module.hidden
     predicted = kept + working_bytes(module, share, "fp32", recompute) + out
-    assert predicted == pytest.approx(peak_bytes(module, share, recompute), rel=0.12)
+    assert predicted == pytest.approx(peak_bytes(module, share, recompute), rel=0.11)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_the_peak_is_that_of_the_virtual_stage_at_work(schedule: Schedule) -> None:
+    """Beside each action, what is held then and what the modules of its virtual stage work with; and of the chunks on
+    their way one of each kind, whatever the number of virtual stages.
+    """
+    shapes = [StageShape(1), StageShape(1)]
+    model = tiny_model(num_layers=5)
+    layout = build(model, [ReplicaShape(shapes, 1, 4, schedule, 1 if schedule == "1f1b" else 3)], seq_len=8)
+    (pipeline,), chain, chunk = layout.pipelines, dict(model.modules()), 4 * 8 * model.hidden
+    for index, stage in enumerate(pipeline.stages):
+        shares = {p.module: Share.of(chain[p.module], 1, 8, 8) for p in stage.modules}
+        kept, working = (
+            [[of(chain[p.module], shares[p.module], "fp32") for p in run] for run in stage.runs()]
+            for of in (activation_bytes, working_bytes)
+        )
+        held, most = 0, 0
+        for kind, _, virtual in pipeline.stage_actions(4)[index]:
+            held += sum(kept[virtual]) * (kind == "F")
+            most = max(most, held + max(working[virtual]))
+            held -= sum(kept[virtual]) * (kind == "B")
+        terms = rank_memory(layout, 0, index, 0)
+        assert terms.activations + terms.working == most
+        assert terms.communication == (2 if schedule == "1f1b" else 4) * chunk
 
 
 def test_constants_are_those_of_the_executor() -> None:

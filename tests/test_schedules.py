@@ -15,6 +15,7 @@ from specs.plan import Plan
 from specs.schedule import (
     Action,
     Actions,
+    Held,
     Schedule,
     check_actions,
     format_actions,
@@ -106,6 +107,36 @@ def test_longer_steps_repeat_turns_and_hold_no_more(
             for n in (few, m)
         )
         assert most_held(short) == most_held(whole)
+
+
+@given(st.sampled_from(["1f1b", "interleaved", "zb-h1"]), st.integers(2, 5), st.integers(2, 12))
+def test_no_moment_is_fuller_than_those_that_are_fullest(schedule: Schedule, num_stages: int, m: int) -> None:
+    """Counted anew: what is held beside each action, that of its own micro-batch with it."""
+    num_virtual = 3 if schedule == "interleaved" else 1
+    options = {"num_stages": num_stages, "num_micro_batches": m, "num_virtual": num_virtual}
+    for stage in range(num_stages):
+        actions = stage_actions(schedule, stage=stage, **options)
+        fullest = most_held(actions)
+        reached = set()
+        for number, action in enumerate(actions):
+            done = {(kind, i, v) for kind, i, v in actions[:number]}
+            own = {(i, v) for kind, i, v in actions[: number + 1] if kind == "F"}
+            kept = [(i, v) for i, v in own if not {("B", i, v), ("I", i, v)} & done]
+            waiting = [(i, v) for i, v in own if ("I", i, v) in done and ("W", i, v) not in done]
+            now = Held(
+                *(
+                    tuple(sum(v == virtual for _, v in some) for virtual in range(num_virtual))
+                    for some in (kept, waiting)
+                ),
+                action.virtual,
+            )
+            reached.add(now)
+            assert any(
+                now.working == most.working
+                and all(a <= b for a, b in zip(now.kept + now.deferred, most.kept + most.deferred, strict=True))
+                for most in fullest
+            )
+        assert "W" in {action.kind for action in actions} or reached >= set(fullest)
 
 
 def words() -> st.SearchStrategy[Actions]:
