@@ -12,10 +12,10 @@ import numpy.typing as npt
 from cost_models.interface import CostModel
 from planner.blocks import stage_degrees
 from planner.chain import NO_CONTENT, Chain
-from planner.options import Menu, OptionSource
+from planner.menu import Menu, OptionTable
+from planner.options import OptionSource
 from planner.restriction import Restriction
 from planner.space import Grid, Topology, enumerate_grids
-from planner.stage import OptionTable
 from specs.cluster import ClusterSpec
 from specs.errors import BadInputError
 from specs.plan import TrainingSpec

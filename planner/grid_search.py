@@ -25,12 +25,13 @@ from cost_models.stragglers import expected_maximum
 from planner.blocks import stage_degrees
 from planner.chain import NO_CONTENT, Chain
 from planner.layout import Assignment, Layout
-from planner.options import Menu, OptionSource
+from planner.menu import Menu, OptionTable
+from planner.options import OptionSource
 from planner.partition import Partition, StageValues, best_partition
 from planner.paths import Path, PipelineShape, pipeline_bound
 from planner.rates import Exposure
 from planner.space import Grid
-from planner.stage import OptionTable, Weights
+from planner.stage import Weights
 from planner.stage_bounds import Place, StageBounds, StageResult
 from planner.windows import Least, Runs, all_runs, distinct, possible_runs
 
@@ -188,9 +189,8 @@ class GridSearch:
 
     def _least_of_all(self, column: str) -> float:
         """Sum over all modules of the model of their least entry."""
-        kinds = range(len(self.chain.modules))
-        least = [min(float(getattr(menu.tables[k], column).min()) for menu in self.menus) for k in kinds]
-        return float(self.chain.totals @ np.array(least))
+        least = np.minimum.reduce([menu.least(getattr(menu.every, column)) for menu in self.menus])
+        return float(self.chain.totals @ least)
 
     def _weights(
         self, forward: float, backward: float, sync: float = 0.0, share: float = 0.0, weight: float = 0.0
@@ -258,16 +258,13 @@ class GridSearch:
 
     @cached_property
     def _least(self) -> Least:
-        alone = [
-            min(float((menu.tables[kind].forward + menu.tables[kind].backward).min()) for menu in self.menus)
-            for kind in range(len(self.chain.modules))
-        ]
+        alone = np.minimum.reduce([menu.least(menu.every.forward + menu.every.backward) for menu in self.menus])
         return Least(
             forward=self._forward,
             backward=self._bounds.least(Weights(0.0, 1.0)),
             both=self._bounds.least(Weights(1.0, 1.0)),
             weight=self._bounds.least(self._late),
-            along=self.chain.counts @ np.array(alone) + 2.0 * self.host,
+            along=self.chain.counts @ alone + 2.0 * self.host,
         )
 
     def _bound(self, runs: Sequence[Runs]) -> None:

@@ -31,7 +31,8 @@ from planner.interleaved_held import held_at_first
 from planner.interleaved_point import Costs, Point, before, ring_seconds, there_and_back
 from planner.interleaved_split import MOST_VIRTUAL, splits
 from planner.interleaved_stage import Columns, Ints
-from planner.options import Menu, OptionSource
+from planner.menu import Menu
+from planner.options import OptionSource
 from planner.outcome import Outcome
 from planner.space import SHARDED, Grid
 from specs.model import Embedding, Head

@@ -23,7 +23,8 @@ from planner.grid_search import Best
 from planner.interleaved_held import moments_on
 from planner.interleaved_stage import Columns, Ints, Relaxed, Selection, StageSolver
 from planner.layout import Layout
-from planner.options import Menu, OptionSource
+from planner.menu import Menu
+from planner.options import OptionSource
 from planner.rates import Exposure
 from planner.space import Grid
 from specs.schedule import pipeline_actions

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from planner.interleaved_held import Moments
 from planner.knapsack import choose_beside
-from planner.options import Menu
+from planner.menu import Menu
 from planner.stage import byte_prices
 
 Floats = npt.NDArray[np.float64]

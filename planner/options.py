@@ -6,7 +6,7 @@ bounds (`rates`); a finished layout is always priced by `cost_models.step.price`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -20,25 +20,18 @@ from planner.blocks import blocks_of, stage_degrees
 from planner.chain import Chain
 from planner.dominance import undominated
 from planner.layout import Option
+from planner.menu import Menu
 from planner.module_shares import cut_elements
 from planner.rates import Rates
 from planner.restriction import Restriction
 from planner.space import SHARDED, Grid, Topology
-from planner.stage import OptionTable
 from planner.ways import WaySource
 from specs.model import Embedding, Head, num_units
 from specs.plan import TrainingSpec
 from specs.tensors import num_parameters
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Menu:
-    """For every distinct module its options, and their costs in the same order."""
-
-    options: tuple[tuple[Option, ...], ...]
-    tables: tuple[OptionTable, ...]
+Ints = npt.NDArray[np.int64]
 
 
 class OptionSource:
@@ -82,8 +75,7 @@ class OptionSource:
         return all(self.ways.state(kind, grid).certain and self.ways.of(kind, grid).certain for kind in kinds)
 
     def _menu(self, grid: Grid, restriction: Restriction, optimistic: bool) -> Menu | None:
-        options: list[tuple[Option, ...]] = []
-        tables = []
+        options, of_kinds = list[tuple[Option, ...]](), list[Floats]()
         for kind, (module, rule) in enumerate(zip(self.chain.modules, self.chain.rules, strict=True)):
             ways, pair = self.ways.of(kind, grid), self.tied and isinstance(module, Embedding | Head)
             modes = restriction.modes_of(module, rule)
@@ -99,8 +91,8 @@ class OptionSource:
             costs = self._costs_of(kind, grid, restriction, optimistic=optimistic)[:, some]
             kept = undominated(costs.T)
             options.append(tuple(ways.options[some[index]] for index in kept.tolist()))
-            tables.append(OptionTable(*costs[:, kept]))
-        return Menu(tuple(options), tuple(tables))
+            of_kinds.append(costs[:, kept])
+        return Menu.of(options, of_kinds)
 
     def _costs_of(self, kind: int, grid: Grid, restriction: Restriction, *, optimistic: bool) -> Floats:
         """Of all ways to run a distinct module, in the order of `OptionTable`."""

@@ -48,7 +48,8 @@ from planner.blocks import stage_degrees
 from planner.chain import Chain
 from planner.grid_search import Best
 from planner.layout import Assignment, Layout, Option
-from planner.options import Menu, OptionSource
+from planner.menu import Menu
+from planner.options import OptionSource
 from planner.paths import PipelineShape
 from planner.rates import Exposure
 from planner.space import Grid

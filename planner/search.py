@@ -23,7 +23,8 @@ from planner.constraints import Rules
 from planner.goal import Worth, WorthView
 from planner.grid_search import Best, GridSearch, Incumbent
 from planner.interleaved import Interleaved
-from planner.options import Menu, OptionSource
+from planner.menu import Menu
+from planner.options import OptionSource
 from planner.outcome import Outcome
 from planner.quick_bounds import QuickBounds
 from planner.restriction import Restriction
@@ -321,7 +322,7 @@ class Searcher:
     def _may_fit(self, grid: Grid, menus: Sequence[Menu]) -> bool:
         """False when even the smallest option of every module leaves the stages together too full."""
         held = min(grid.flights(stage)[0].kept for stage in (0, grid.num_stages - 1))
-        least = np.min([[(t.static + held * t.activation).min() for t in menu.tables] for menu in menus], axis=0)
+        least = np.minimum.reduce([m.least(m.every.static + held * m.every.activation) for m in menus])
         return float(self.chain.totals @ least) <= grid.num_stages * (
             self.capacity - self.source.edge_bytes(grid, optimistic=True)
         )

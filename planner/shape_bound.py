@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.chain import NO_CONTENT, Chain
-from planner.options import Menu, OptionSource
+from planner.menu import Menu
+from planner.options import OptionSource
 from planner.space import Grid
 from planner.stage import Weights
 from planner.stage_bounds import Place, StageBounds

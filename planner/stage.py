@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.knapsack import choose_beside, hull
+from planner.menu import Menu
 from planner.space import Flight
 
 Floats = npt.NDArray[np.float64]
@@ -27,29 +28,6 @@ Flights = tuple[Flight, ...]
 MAX_PRICES = 48
 # Rows whose own prices are taken.
 PRICED_ROWS = 6
-
-
-@dataclass(frozen=True)
-class OptionTable:
-    """The ways to run one distinct module, as parallel arrays.
-
-    Seconds of a micro-batch's forward and backward with communication; seconds of gradient sync and of the optimizer
-    once a step (lower bounds that add up over modules); sum of squares of the two passes' computing seconds; bytes
-    held always, per micro-batch in flight, and at work.  Where the schedule splits the backward pass, `backward` is
-    its part for the input, `weight` the seconds of its part for the weights, and `deferred` the bytes of a
-    micro-batch that waits for that; else both are 0.
-    """
-
-    forward: Floats
-    backward: Floats
-    sync: Floats
-    update: Floats
-    spread: Floats
-    static: Floats
-    activation: Floats
-    working: Floats
-    weight: Floats
-    deferred: Floats
 
 
 @dataclass(frozen=True)
@@ -80,49 +58,52 @@ class Weights(NamedTuple):
 class StageSolver:
     """Solves stages by content: least weighted seconds within `capacity` bytes."""
 
-    def __init__(self, tables: Sequence[OptionTable], counts: npt.NDArray[np.int64], capacity: float) -> None:
-        self.tables = tables
+    def __init__(self, menu: Menu, counts: npt.NDArray[np.int64], capacity: float) -> None:
+        self._menu = menu
+        self.tables = menu.tables
         self.counts = counts
         self.capacity = capacity
         self.num_labels = 0
         self._counts = counts.astype(np.float64)  # floats multiply fast
-        least = np.array([table.working.min() for table in tables])
-        self._least_working: Floats = np.where(counts > 0, least, 0.0).max(axis=1)
-        self._weighted: dict[Weights, list[Floats]] = {}
+        self._least_working: Floats = np.where(counts > 0, menu.least(menu.every.working), 0.0).max(axis=1)
+        self._weighted: dict[Weights, Floats] = {}
         self._prices: Floats = np.zeros(1)
         self._exact: dict[tuple[int, Flights, Weights], StageChoice | None] = {}
 
-    def weighted(self, weights: Weights) -> list[Floats]:
-        """Weighted seconds of each option, by distinct module."""
+    def weighted(self, weights: Weights) -> Floats:
+        """Weighted seconds of each option, of all distinct modules in turn."""
         if weights not in self._weighted:
-            self._weighted[weights] = [
-                weights.forward * table.forward
-                + weights.backward * table.backward
-                + weights.sync * table.sync
-                + weights.update * table.update
-                + weights.weight * table.weight
-                for table in self.tables
-            ]
+            every = self._menu.every
+            self._weighted[weights] = (
+                weights.forward * every.forward
+                + weights.backward * every.backward
+                + weights.sync * every.sync
+                + weights.update * every.update
+                + weights.weight * every.weight
+            )
         return self._weighted[weights]
 
-    def memory(self, kind: int, flights: Flights) -> Floats:
-        """Bytes of each option of a distinct module, without working memory; of several moments the most."""
-        table = self.tables[kind]
-        held = [kept * table.activation + deferred * table.deferred for kept, deferred in flights]
-        most: Floats = table.static + (held[0] if len(held) == 1 else np.maximum.reduce(held))
+    def memory(self, flights: Flights) -> Floats:
+        """Bytes of each option of all distinct modules in turn, without working memory; of several moments the most."""
+        every = self._menu.every
+        held = [kept * every.activation + deferred * every.deferred for kept, deferred in flights]
+        most: Floats = every.static + (held[0] if len(held) == 1 else np.maximum.reduce(held))
         return most
 
     def least(self, weights: Weights) -> Floats:
         """Least weighted seconds of every content, memory aside."""
-        seconds: Floats = self._counts @ np.array([w.min() for w in self.weighted(weights)])
+        seconds: Floats = self._counts @ self._menu.least(self.weighted(weights))
         return seconds
 
     def sample(self, rows: Sequence[tuple[Flights, Weights]]) -> None:
         """Take the prices of a byte at which contents are bounded from some of these rows of (moments, weights)."""
         some = [rows[i] for i in sorted({round(i) for i in np.linspace(0, len(rows) - 1, PRICED_ROWS)})]
-        kinds = range(len(self.tables))
         self._prices = byte_prices(
-            [(self.weighted(w)[k], self.memory(k, flights[:1])) for flights, w in some for k in kinds],
+            [
+                pair
+                for flights, w in some
+                for pair in zip(self._of_kinds(self.weighted(w)), self._of_kinds(self.memory(flights[:1])), strict=True)
+            ],
             MAX_PRICES,
         )
 
@@ -130,24 +111,33 @@ class StageSolver:
         """Lower bounds of weighted seconds, [weights, content]; `inf` where a content cannot fit at the first moment.
         Any price of a byte gives a bound.
         """
-        prices, counts, kinds = self._prices, self._counts[contents], range(len(self.tables))
+        prices, counts, memory = self._prices, self._counts[contents], self.memory(flights[:1])
         room = self.capacity - self._least_working[contents]
-        memory = [self.memory(kind, flights[:1]) for kind in kinds]
-        duals = np.empty((len(self.tables), len(weights), prices.size))
-        for kind, held in enumerate(memory):
-            seconds = np.stack([self.weighted(own)[kind] for own in weights])
-            duals[kind] = (seconds[:, :, None] + (held[:, None] * prices)).min(axis=1)
-        least = (counts @ duals.reshape(len(self.tables), -1)).reshape(contents.size, len(weights), prices.size)
+        seconds = np.array([self.weighted(own) for own in weights])
+        duals = seconds.T[:, :, None] + (memory[:, None] * prices)[:, None, :]  # [option, weights, price]
+        least_duals = np.minimum.reduceat(duals, self._menu.firsts, axis=0)
+        least = (counts @ least_duals.reshape(len(least_duals), -1)).reshape(contents.size, len(weights), prices.size)
         least -= (room[:, None] * prices)[:, None, :]
         result: Floats = least.max(axis=2).T
-        result[:, counts @ np.array([held.min() for held in memory]) > room] = np.inf
+        result[:, counts @ self._menu.least(memory) > room] = np.inf
         return result
+
+    def seconds(self, choice: StageChoice, weights: Weights) -> float:
+        """Weighted seconds of a solved stage."""
+        weighted = self._of_kinds(self.weighted(weights))
+        chosen = enumerate(choice.selection)
+        return sum(n * float(weighted[kind][option]) for kind, options in chosen for option, n in options)
+
+    def _of_kinds(self, values: Floats) -> list[Floats]:
+        """Values of all options by distinct module."""
+        stops = [*self._menu.firsts[1:].tolist(), values.size]
+        return [values[a:b] for a, b in zip(self._menu.firsts.tolist(), stops, strict=True)]
 
     def solve(self, content: int, flights: Flights, weights: Weights) -> StageChoice | None:
         """The optimum in weighted seconds; None when the content does not fit."""
         key = (content, flights, weights)
         if key not in self._exact:
-            self._exact[key] = self._solve_all(content, flights, self.weighted(weights))
+            self._exact[key] = self._solve_all(content, flights, self._of_kinds(self.weighted(weights)))
         return self._exact[key]
 
     def _solve_all(self, content: int, flights: Flights, weighted: Sequence[Floats]) -> StageChoice | None:
@@ -167,13 +157,15 @@ class StageSolver:
     def _fits(self, choice: StageChoice, flights: Flights) -> bool:
         """Whether what a choice holds at a moment, and its largest working memory, are within the capacity."""
         chosen = [(k, option, n) for k, options in enumerate(choice.selection) for option, n in options]
-        used = sum(n * float(self.memory(k, flights)[option]) for k, option, n in chosen)
+        memory = self._of_kinds(self.memory(flights))
+        used = sum(n * float(memory[k][option]) for k, option, n in chosen)
         return used + max(float(self.tables[k].working[option]) for k, option, _ in chosen) <= self.capacity
 
     def _solve(self, content: int, flights: Flights, weighted: Sequence[Floats]) -> StageChoice | None:
         kinds = np.flatnonzero(self.counts[content]).tolist()
         counts = self.counts[content, kinds].tolist()
-        memory = [self.memory(kind, flights) for kind in kinds]
+        of_kinds = self._of_kinds(self.memory(flights))
+        memory = [of_kinds[kind] for kind in kinds]
         fastest = [int(np.lexsort((m, weighted[k]))[0]) for k, m in zip(kinds, memory, strict=True)]
         used = sum(n * float(m[c]) for n, m, c in zip(counts, memory, fastest, strict=True))
         if used + max(float(self.tables[k].working[c]) for k, c in zip(kinds, fastest, strict=True)) <= self.capacity:

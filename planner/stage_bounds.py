@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.options import Menu
+from planner.menu import Menu
 from planner.stage import Flights, StageChoice, StageSolver, Weights
 
 Floats = npt.NDArray[np.float64]
@@ -37,7 +37,7 @@ class StageBounds:
     """
 
     def __init__(self, menus: Sequence[Menu], counts: npt.NDArray[np.int64], capacity: float, host: float) -> None:
-        self._solvers = [StageSolver(menu.tables, counts, capacity) for menu in menus]
+        self._solvers = [StageSolver(menu, counts, capacity) for menu in menus]
         self._num_contents = len(counts)
         self._host = host
         self._values: dict[tuple[Place, Weights], Floats] = {}
@@ -90,10 +90,7 @@ class StageBounds:
 
     def seconds(self, result: StageResult, weights: Weights) -> float:
         """Weighted seconds of a solved stage."""
-        weighted = self._solvers[result.menu].weighted(weights)
-        chosen = enumerate(result.choice.selection)
-        seconds = sum(n * float(weighted[kind][option]) for kind, options in chosen for option, n in options)
-        return seconds + self._host * weights.passes
+        return self._solvers[result.menu].seconds(result.choice, weights) + self._host * weights.passes
 
     def _enter(self, place: Place, weights: Weights, content: int) -> None:
         """An exact result takes the place of its bound; what does not fit does not under any weights."""
