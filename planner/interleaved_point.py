@@ -83,17 +83,22 @@ class Point:
         self._other = source.costs.overhead.other_seconds_per_step
         self._jitter = source.costs.jitter * expected_maximum(grid.num_replicas)
         self.bound = self._relaxed()
+        self._solved: list[tuple[tuple[Selection, ...], float]] | None = None  # with bounds of their prices
 
     def refine(self, best: Best) -> list[Point]:
-        """Solve the stages and offer the layouts; from then on the bound is theirs."""
+        """Solve the stages, which makes the bound that of the layouts; then, if still promising, offer these."""
+        if self._solved is None:
+            solver = StageSolver(self._costs.columns, self._costs.capacity)
+            lowers = {selections: self._lower(selections) for selections in self._selections(solver)}
+            self._solved = sorted(lowers.items(), key=itemgetter(1))
+            self.bound = max(self.bound, min(lowers.values(), default=np.inf))
+            self.num_labels += solver.num_labels
+            if np.isfinite(best.seconds):
+                return [self]
         self.closed = True
-        solver = StageSolver(self._costs.columns, self._costs.capacity)
-        lowers = {selections: self._lower(selections) for selections in self._selections(solver)}
-        for selections, lower in sorted(lowers.items(), key=itemgetter(1)):
+        for selections, lower in self._solved:
             if lower < best.seconds:
                 best.offer(self._layout(selections), lower)
-        self.bound = max(self.bound, min(lowers.values(), default=np.inf))
-        self.num_labels += solver.num_labels
         return [self]
 
     def _relaxed(self) -> float:
