@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from cost_models.activations import ACTIVATION_BYTES, activation_bytes
 from cost_models.collectives import (
@@ -54,6 +55,19 @@ def efficiencies() -> dict[str, Efficiency]:
     return {name: Efficiency(**entry) for name, entry in json.loads(_DATA.read_text(encoding="utf-8")).items()}
 
 
+class _Once(NamedTuple):
+    """A module on one rank with nothing computed again: seconds of attention scores, of the passes with them, and of
+    their communication.
+    """
+
+    share: Share
+    score_forward: float
+    forward: float
+    backward: float
+    forward_communication: float
+    backward_communication: float
+
+
 class DeviceCosts:
     """A `CostModel` over datasheets and published curves, for one cluster, precision and software stack."""
 
@@ -85,6 +99,7 @@ class DeviceCosts:
         self._domain = max(group.devices_per_node for group in cluster.nodes)
         self._stack: Stack = stack(stack_name)
         self.module = lru_cache(maxsize=65536)(self._module)
+        self._once = lru_cache(maxsize=65536)(self._without_recompute)
 
     @property
     def overhead(self) -> StepOverhead:
@@ -113,7 +128,31 @@ class DeviceCosts:
         level: LinkLevel,
         units: Interval | None = None,
     ) -> ModuleCost:
-        """Roofline by kernel; recomputation repeats the forward pass or its attention scores."""
+        """Recomputation repeats the forward pass or its attention scores."""
+        once = self._once(module, degree, block_tokens, seq_len, level, units)
+        backward, backward_communication = once.backward, once.backward_communication
+        if recompute == "full":
+            backward += once.forward
+            backward_communication += once.forward_communication
+        elif recompute == "keep":
+            backward_communication -= self._second_gather(module, degree, block_tokens, level)
+        elif recompute == "selective":
+            size = ACTIVATION_BYTES[self._precision]
+            backward += once.score_forward + self._seconds(repeated_work(module, once.share, size))
+        return ModuleCost(
+            forward_seconds=once.forward,
+            backward_seconds=backward,
+            forward_communication_seconds=once.forward_communication,
+            backward_communication_seconds=backward_communication,
+            activation_bytes=activation_bytes(module, once.share, self._precision, recompute),
+            working_bytes=working_bytes(module, once.share, self._precision, recompute),
+            estimated=True,
+        )
+
+    def _without_recompute(
+        self, module: Module, degree: int, block_tokens: int, seq_len: int, level: LinkLevel, units: Interval | None
+    ) -> _Once:
+        """Roofline by kernel."""
         share = Share.of(module, degree, block_tokens, seq_len, units)
         size = ACTIVATION_BYTES[self._precision]
         scores = score_flop(module, block_tokens, seq_len, share.units)
@@ -122,23 +161,7 @@ class DeviceCosts:
         score_backward = ATTENTION_BACKWARD_RATIO * scores / (rate * self._efficiency.attention_backward_efficiency)
         forward = self._seconds(forward_work(module, share, size)) + score_forward
         backward = self._seconds(backward_work(module, share, size)) + score_backward
-        forward_communication, backward_communication = self._communication(module, degree, block_tokens, level)
-        if recompute == "full":
-            backward += forward
-            backward_communication += forward_communication
-        elif recompute == "keep":
-            backward_communication -= self._second_gather(module, degree, block_tokens, level)
-        elif recompute == "selective":
-            backward += score_forward + self._seconds(repeated_work(module, share, size))
-        return ModuleCost(
-            forward_seconds=forward,
-            backward_seconds=backward,
-            forward_communication_seconds=forward_communication,
-            backward_communication_seconds=backward_communication,
-            activation_bytes=activation_bytes(module, share, self._precision, recompute),
-            working_bytes=working_bytes(module, share, self._precision, recompute),
-            estimated=True,
-        )
+        return _Once(share, score_forward, forward, backward, *self._communication(module, degree, block_tokens, level))
 
     @property
     def _attention_precision(self) -> Precision:

@@ -20,7 +20,7 @@ from cost_models.working import working_bytes
 from specs.cluster import Precision
 from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
 from specs.model import Attention, Module
-from specs.plan import MemoryTerms, ModulePlacement, Plan, Recompute
+from specs.plan import MemoryTerms, ModulePlacement, Plan, Recompute, Zero
 from specs.schedule import Held, most_held, repeats
 from specs.tensors import local_rows, sharding_level, tensors_of
 
@@ -171,12 +171,20 @@ class ModuleGroup:
 
     def unnamed(self) -> ModuleGroup:
         """Equal for such groups, and in all plans."""
-        return replace(self, placement=self.placement.model_copy(update={"module": ""}))
+        placed = self.placement
+        return replace(self, placement=_unnamed(placed.blocks, placed.cuts, placed.recompute, placed.zero))
 
     def key(self) -> tuple[object, ...]:
         """Equal for groups that differ in the names of their modules alone, in one plan."""
         placed = self.placement
         return (id(self.module), placed.blocks, placed.cuts, placed.recompute, placed.zero, self.count)
+
+
+@lru_cache(maxsize=4096)
+def _unnamed(
+    blocks: tuple[int, ...], cuts: tuple[Cuts, ...] | None, recompute: Recompute, zero: Zero
+) -> ModulePlacement:
+    return ModulePlacement(module="", blocks=blocks, cuts=cuts, recompute=recompute, zero=zero)
 
 
 def module_groups(run: Iterable[ModulePlacement], chain: Mapping[str, Module]) -> list[ModuleGroup]:

@@ -32,15 +32,9 @@ class PipelineTiming:
     idle_seconds: tuple[float, ...]
 
 
-class _Step(NamedTuple):
-    """An action as the simulation needs it: its stage, which seconds it takes, how many steps before it the one ran
-    whose result it needs, and over which link that came (the last but one: over none; the last: nothing is needed).
-    """
-
-    stage: int
-    seconds: int
-    back: int
-    link: int
+# An action as the simulation needs it: its stage, which seconds it takes, how many steps before it the one ran whose
+# result it needs, and over which link that came (the last but one: over none; the last: nothing is needed).
+_Step = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -60,29 +54,28 @@ class _Program:
     @cached_property
     def once(self) -> Counter[tuple[int, int]]:
         """How often each stage takes which seconds in `first` and `rest`."""
-        return Counter((step.stage, step.seconds) for step in self.first + self.rest)
+        return Counter(step[:2] for step in self.first + self.rest)
 
     @cached_property
     def more(self) -> Counter[tuple[int, int]]:
         """The same of `again`."""
-        return Counter((step.stage, step.seconds) for step in self.again)
+        return Counter(step[:2] for step in self.again)
 
 
 def _program(actions: tuple[Actions, ...]) -> _Program:
     num_stages = len(actions)
     num_places = num_stages * (1 + max(action.virtual for own in actions for action in own))
-    steps = []
-    for number, (stage, action, source) in enumerate(run_order(actions)):
-        place = action.virtual * num_stages + stage
-        link = num_places - 1
-        if source is None:
-            link = num_places
-        elif action.kind == "F":
-            link = place - 1
-        elif action.kind != "W" and place < num_places - 1:
-            link = place
-        seconds = "FBIW".index(action.kind) * num_places + place
-        steps.append(_Step(stage, seconds, 1 if source is None else number - source, link))
+    # Of every kind of action on every place: which seconds, and the link that its result comes over.
+    of_kind = {
+        (kind, place): ("FBIW".index(kind) * num_places + place, link)
+        for kind in "FBIW"
+        for place in range(num_places)
+        for link in [place - 1 if kind == "F" else num_places - 1 if kind == "W" else place]
+    }
+    steps: list[_Step] = []
+    for number, (stage, (kind, _, virtual), source) in enumerate(run_order(actions)):
+        seconds, link = of_kind[kind, virtual * num_stages + stage]
+        steps.append((stage, seconds, 1, num_places) if source is None else (stage, seconds, number - source, link))
     return _Program(num_stages, num_places, tuple(steps))
 
 
@@ -113,7 +106,7 @@ def _program_of_turns(schedule: Schedule, num_stages: int, few: int, num_virtual
         stop for stop in range(length, len(steps)) if steps[stop - length : stop] == steps[stop : stop + length]
     )
     again, rest = steps[stop - length : stop], steps[stop:]
-    reach = max(step.back - number for part in (again, rest) for number, step in enumerate(part))
+    reach = max(back - number for part in (again, rest) for number, (_, _, back, _) in enumerate(part))
     return replace(program, first=steps[:stop], again=again, rest=rest, reach=max(reach, length))
 
 
@@ -234,8 +227,8 @@ def action_spans(
     seconds = _seconds(forward_seconds, backward_seconds, weight_seconds)
     ends, _ = _play(program, seconds, transfer_seconds)
     return [
-        Span(stage, action, end - seconds[step.seconds], end)
-        for (stage, action, _), step, end in zip(run_order(actions), program.first, ends, strict=True)
+        Span(stage, action, end - seconds[cost], end)
+        for (stage, action, _), (_, cost, _, _), end in zip(run_order(actions), program.first, ends, strict=True)
     ]
 
 

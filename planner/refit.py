@@ -107,7 +107,8 @@ class Refit:
         for name, kind in zip(self._names, self._kinds, strict=True):
             self._modes[kind].add(placed[name].recompute)
         self._rows: dict[tuple[object, ...], Row | None] = {}
-        self._block_rows: dict[tuple[object, ...], Row | None] = {}
+        self._shares: dict[tuple[object, ...], tuple[float, float, float, float] | None] = {}
+        self._held: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._composed: dict[tuple[object, ...], tuple[float, Cuts, list[list[Option]]] | None] = {}
         self._rates: dict[int, float] = {}
@@ -287,39 +288,41 @@ class Refit:
     def _block(
         self, kind: int, copies: int, mode: Recompute, degree: int, block_tokens: int, level: LinkLevel
     ) -> Row | None:
-        key = (kind, copies, mode, degree, block_tokens, level)
-        if key not in self._block_rows:
-            module, training = self._modules[kind], self._plan.training
-            share = Share.of(module, degree, block_tokens, training.seq_len)
-            index = self._kinds.index(kind)
-            held = static_bytes(
+        key = (kind, mode, degree, block_tokens, level)
+        if key not in self._shares:
+            self._shares[key] = self._share(*key)
+        share, held = self._shares[key], (kind, degree, copies)
+        if held not in self._held:
+            module, precision = self._modules[kind], self._plan.training.precision
+            zero = self._zero[self._kinds.index(kind)]
+            found = static_bytes(module, degree=degree, num_copies=copies, precision=precision, zero=zero)
+            once = found.gradients / GRADIENT_BYTES * self._once_per_element(copies)
+            self._held[held] = once, float(found.total)
+        return None if share is None else (*share[:2], *self._held[held], *share[2:])
+
+    def _share(
+        self, kind: int, mode: Recompute, degree: int, block_tokens: int, level: LinkLevel
+    ) -> tuple[float, float, float, float] | None:
+        """What a row has whatever the number of copies."""
+        module, training = self._modules[kind], self._plan.training
+        share = Share.of(module, degree, block_tokens, training.seq_len)
+        try:
+            cost = self._costs.module(
                 module,
                 degree=degree,
-                num_copies=copies,
-                precision=training.precision,
-                zero=self._zero[index],
+                block_tokens=block_tokens,
+                seq_len=training.seq_len,
+                recompute=mode,
+                level=level,
             )
-            try:
-                cost = self._costs.module(
-                    module,
-                    degree=degree,
-                    block_tokens=block_tokens,
-                    seq_len=training.seq_len,
-                    recompute=mode,
-                    level=level,
-                )
-            except BadInputError:
-                self._block_rows[key] = None
-            else:
-                self._block_rows[key] = (
-                    cost.forward_seconds + cost.forward_communication_seconds,
-                    cost.backward_seconds + cost.backward_communication_seconds,
-                    held.gradients / GRADIENT_BYTES * self._once_per_element(copies),
-                    float(held.total),
-                    float(activation_bytes(module, share, training.precision, mode)),
-                    float(working_bytes(module, share, training.precision, mode)),
-                )
-        return self._block_rows[key]
+        except BadInputError:
+            return None
+        return (
+            cost.forward_seconds + cost.forward_communication_seconds,
+            cost.backward_seconds + cost.backward_communication_seconds,
+            float(activation_bytes(module, share, training.precision, mode)),
+            float(working_bytes(module, share, training.precision, mode)),
+        )
 
     def _once_per_element(self, copies: int) -> float:
         """Seconds of gradient sync and optimizer for an element that so many ranks hold."""
