@@ -9,14 +9,16 @@ or the first stage alone does, since it ends with the step, and the others take 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from operator import itemgetter
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cost_models.activations import ACTIVATION_BYTES
-from cost_models.pipeline import simulate_actions
+from cost_models.pipeline import simulate
 from cost_models.stragglers import expected_maximum
 from planner.blocks import stage_degrees
 from planner.grid_search import Best
@@ -27,7 +29,6 @@ from planner.menu import Menu
 from planner.options import OptionSource
 from planner.rates import Exposure
 from planner.space import Grid
-from specs.schedule import pipeline_actions
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,6 +66,13 @@ class Costs:
         return Relaxed(self.columns, self.moments, work + after, self.capacity)
 
 
+class _Solution(NamedTuple):
+    """Options of every stage, and a bound of the layout's price."""
+
+    selections: tuple[Selection, ...]
+    lower: float
+
+
 class Point:
     """`bound`: step seconds that none of its layouts beats; `closed`: it gets no sharper."""
 
@@ -83,23 +91,28 @@ class Point:
         self._other = source.costs.overhead.other_seconds_per_step
         self._jitter = source.costs.jitter * expected_maximum(grid.num_replicas)
         self.bound = self._relaxed()
-        self._solved: list[tuple[tuple[Selection, ...], float]] | None = None  # with bounds of their prices
+        self._layouts: list[_Solution] = []
+        self._simulated = False
 
     def refine(self, best: Best) -> list[Point]:
-        """Solve the stages, which makes the bound that of the layouts; then, if still promising, offer these."""
-        if self._solved is None:
+        """Solve the stages; then simulate the layouts; then offer these: each sharpens the bound, and is left for later
+        while there is some layout.
+        """
+        if not self._layouts:
             solver = StageSolver(self._costs.columns, self._costs.capacity)
-            lowers = {selections: self._lower(selections) for selections in self._selections(solver)}
-            self._solved = sorted(lowers.items(), key=itemgetter(1))
-            self.bound = max(self.bound, min(lowers.values(), default=np.inf))
+            self._layouts = [_Solution(one, self._lower(one, self._along(one))) for one in self._selections(solver)]
             self.num_labels += solver.num_labels
-            if np.isfinite(best.seconds):
-                return [self]
-        self.closed = True
-        for selections, lower in self._solved:
-            if lower < best.seconds:
-                best.offer(self._layout(selections), lower)
-        return [self]
+        elif not self._simulated:
+            self._simulated = True
+            of = [one.selections for one in self._layouts]
+            self._layouts = [_Solution(one, self._lower(one, self._simulate(one))) for one in of]
+        else:
+            self.closed = True
+            for one in sorted(self._layouts, key=attrgetter("lower")):
+                if one.lower < best.seconds:
+                    best.offer(self._layout(one.selections), one.lower)
+        self.bound = max(self.bound, min((one.lower for one in self._layouts), default=np.inf))
+        return [self] if self.closed or np.isfinite(best.seconds) or not self._layouts else self.refine(best)
 
     def _relaxed(self) -> float:
         """A bound before any stage is solved."""
@@ -137,29 +150,46 @@ class Point:
             found.add(fitting)
         return found
 
-    def _lower(self, selections: tuple[Selection, ...]) -> float:
-        """A bound of a layout's price: simulated, with what comes once a step."""
-        columns, grid, costs = self._costs.columns, self.grid, self._costs
+    def _seconds(self, selections: tuple[Selection, ...]) -> tuple[Floats, Floats]:
+        """Forward and backward of every virtual stage, [v, stage]."""
+        columns = self._costs.columns
         forward, backward = (
             np.stack([_by_run(one, of) for one in selections], axis=1) + self._host
             for of in (columns.forward, columns.backward)
         )
+        return forward, backward
+
+    def _along(self, selections: tuple[Selection, ...]) -> list[float]:
+        """When every stage is done at least: pre + m T, the first also there and back."""
+        forward, backward = self._seconds(selections)
+        pre, post = before(forward[0] + self._costs.ring), before(backward[0] + self._costs.ring)
+        own = pre + self.grid.num_micro_batches * (forward + backward).sum(axis=0)
+        return [float((own + post).max()), *own[1:].tolist()]
+
+    def _simulate(self, selections: tuple[Selection, ...]) -> list[float]:
+        """When every stage is done."""
+        forward, backward = self._seconds(selections)
+        timing = simulate(
+            "interleaved",
+            forward.ravel().tolist(),
+            backward.ravel().tolist(),
+            np.tile(self._costs.ring, self.grid.num_virtual)[:-1].tolist(),
+            self.grid.num_micro_batches,
+            num_virtual=self.grid.num_virtual,
+        )
+        return list(timing.finish_seconds)
+
+    def _lower(self, selections: tuple[Selection, ...], done: Sequence[float]) -> float:
+        """A bound of a layout's price: when its stages are done, with what comes once a step."""
+        columns, costs, (_, backward) = self._costs.columns, self._costs, self._seconds(selections)
         sync, update, spread = (
             [float(_by_run(one, of).sum()) for one in selections]
             for of in (columns.sync, columns.update, columns.spread)
         )
-        actions = pipeline_actions(
-            "interleaved",
-            num_stages=grid.num_stages,
-            num_micro_batches=grid.num_micro_batches,
-            num_virtual=grid.num_virtual,
-        )
-        links = np.tile(costs.ring, grid.num_virtual)[:-1]
-        timing = simulate_actions(actions, forward.ravel().tolist(), backward.ravel().tolist(), links.tolist())
-        exposed = self._source.exposed_gradient_sync
+        exposed, sharded = self._source.exposed_gradient_sync, bool(self.grid.zero)
         ends = max(
-            finish + exposed(max(0.0, own - costs.less), beside, sharded=bool(grid.zero))
-            for finish, own, beside in zip(timing.finish_seconds, sync, backward.sum(axis=0).tolist(), strict=True)
+            finish + exposed(max(0.0, own - costs.less), beside, sharded=sharded)
+            for finish, own, beside in zip(done, sync, backward.sum(axis=0).tolist(), strict=True)
         )
         return ends + max(update) + self._straggler(max(spread)) + self._other
 
