@@ -7,7 +7,6 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
     from planner.search import Searcher
 
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
 _MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -39,6 +41,7 @@ class EvenSplits:
         self._searcher = searcher
         self._modes = [mode for mode in _MODES if self._may_run_in(mode)]
         self._boundaries: dict[int, tuple[int, ...] | None] = {}
+        self._by_stage: dict[tuple[int, ...], Ints] = {}
 
     def search(self, incumbent: Incumbent, outcome: Outcome, worth: Worth | None, *, deadline: float) -> None:
         """Add the best uniform layout to an outcome: of grid points by their bounds, the best first, then of their
@@ -79,18 +82,43 @@ class EvenSplits:
         source, capacity = self._searcher.source, self._searcher.capacity
         boundaries = self._boundaries_of(grid.num_stages)
         assert boundaries is not None
+        if not self._may_fit(grid, boundaries):
+            outcome.pruned["memory"] += 1
+            return
+        counts = self._counts(boundaries)
         for mode in self._modes:
             # The first variant needs least memory, and no mode is faster than one that recomputes less.
-            search = UniformSearch(source, grid, boundaries, mode, capacity=capacity)
+            search = UniformSearch(source, grid, boundaries, counts, mode, capacity=capacity)
             if search.fits:
                 for variant in self._searcher.distinct_variants(grid):
-                    search = UniformSearch(source, variant, boundaries, mode, capacity=capacity)
+                    search = UniformSearch(source, variant, boundaries, counts, mode, capacity=capacity)
                     if search.fits:
                         yield search
                 return
             outcome.pruned["memory" if search.divides else "divisibility"] += 1
             if not search.state_fits:
                 return
+
+    def _may_fit(self, grid: Grid, boundaries: tuple[int, ...]) -> bool:
+        """Whether stages fit whose modules may each recompute as they like."""
+        menu = self._searcher.source.menu(grid, Restriction((grid.num_ranks,)))
+        if menu is None:
+            return True  # what does not divide is told apart in each mode
+        static, kept, waiting, working = (
+            np.array([getattr(table, name).min() for table in menu.tables])
+            for name in ("static", "activation", "deferred", "working")
+        )
+        room = self._searcher.capacity - self._searcher.source.edge_bytes(grid)
+        return _fullest(grid, self._counts(boundaries), static, kept, waiting, working) <= room
+
+    def _counts(self, boundaries: tuple[int, ...]) -> Ints:
+        """How many of each distinct module every stage has."""
+        if boundaries not in self._by_stage:
+            chain = self._searcher.chain
+            kinds = np.array(chain.kinds)
+            rows = [np.bincount(kinds[a:b], minlength=len(chain.modules)) for a, b in pairwise(boundaries)]
+            self._by_stage[boundaries] = np.stack(rows)
+        return self._by_stage[boundaries]
 
     def _may_run_in(self, mode: Recompute) -> bool:
         """Whether the user's rules leave every module a way to run when all others recompute in this mode."""
@@ -113,11 +141,20 @@ class UniformSearch:
     """
 
     def __init__(
-        self, source: OptionSource, grid: Grid, boundaries: tuple[int, ...], mode: Recompute, *, capacity: float
+        self,
+        source: OptionSource,
+        grid: Grid,
+        boundaries: tuple[int, ...],
+        counts: Ints,
+        mode: Recompute,
+        *,
+        capacity: float,
     ) -> None:
+        """`counts`: distinct modules of every stage, [stage, kind]."""
         self._source = source
         self.grid = grid
         self._boundaries = boundaries
+        self._counts = counts
         tied = grid.num_ranks if source.tied and grid.num_stages == 1 else None
         self._menu = source.menu(grid, Restriction((grid.num_ranks,), mode, tied=tied))
         self.divides = self._menu is not None
@@ -125,27 +162,14 @@ class UniformSearch:
         self.state_fits = self._menu is not None and float((self._counts @ self._column("static")).max()) <= room
         self.fits = self.state_fits and self._memory() <= room
 
-    @cached_property
-    def _counts(self) -> npt.NDArray[np.int64]:
-        """How many of each distinct module every stage has."""
-        chain = self._source.chain
-        kinds = np.array(chain.kinds)
-        rows = [np.bincount(kinds[a:b], minlength=len(chain.modules)) for a, b in pairwise(self._boundaries)]
-        return np.stack(rows)
-
-    def _column(self, name: str) -> npt.NDArray[np.float64]:
+    def _column(self, name: str) -> Floats:
         assert self._menu is not None
         return np.array([getattr(table, name)[0] for table in self._menu.tables])
 
     def _memory(self) -> float:
         """Bytes of the modules on the fullest stage."""
-        kept, waiting = (self._counts @ self._column(name) for name in ("activation", "deferred"))
-        flights = [
-            max(flight.kept * kept[stage] + flight.deferred * waiting[stage] for flight in self.grid.flights(stage))
-            for stage in range(self.grid.num_stages)
-        ]
-        held = self._counts @ self._column("static") + np.array(flights)
-        return float((held + np.where(self._counts > 0, self._column("working"), 0.0).max(axis=1)).max())
+        columns = (self._column(name) for name in ("static", "activation", "deferred", "working"))
+        return _fullest(self.grid, self._counts, *columns)
 
     def lower(self) -> float:
         """A bound of the layout's step seconds."""
@@ -175,3 +199,14 @@ class UniformSearch:
             for row in self._counts.tolist()
         )
         return Layout(self.grid, self._boundaries, stages)
+
+
+def _fullest(grid: Grid, counts: Ints, static: Floats, kept: Floats, waiting: Floats, working: Floats) -> float:
+    """Bytes of the fullest stage; columns by distinct module."""
+    of_kept, of_waiting = counts @ kept, counts @ waiting
+    flights = [
+        max(flight.kept * of_kept[stage] + flight.deferred * of_waiting[stage] for flight in grid.flights(stage))
+        for stage in range(grid.num_stages)
+    ]
+    held = counts @ static + np.array(flights)
+    return float((held + np.where(counts > 0, working, 0.0).max(axis=1)).max())
