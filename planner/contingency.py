@@ -28,8 +28,8 @@ PRICED_AHEAD = 3
 PRICED_ON_LOSS = 4
 # Times that everything is composed anew with less memory, when a price finds more than the tables of the search.
 TIGHTENED = 6
-# Times the best price at which an estimate is not looked at closely: none was seen to be half as far off.
-HOPELESS = 3.0
+# What is composed again with less memory may be this part faster than before: each stage is a rounding, not the best.
+ROUNDED = 0.05
 # Of ways whose steps differ by less than this, the first in the order is taken: it moves least.
 AS_GOOD = 0.005
 ORDER: tuple[ContingencyPolicy, ...] = ("spare", "reduced", "drop", "resplit", "split")
@@ -90,7 +90,7 @@ class Replanner:
                 break
             fitting = [one.rank(self._limit) for one in found if one.price.peak_memory_bytes <= self._limit]
             least = min(fitting, default=None)
-            if least is not None and self._is_hopeless(way, lost, least, found):
+            if self._is_behind(way, lost, found):
                 continue
             priced = self._priced(way, lost, least)
             if priced is not None:
@@ -108,14 +108,13 @@ class Replanner:
             )
         return self._contingency(lost, best, found[1:])
 
-    def _is_hopeless(
-        self, way: Way, lost: Sequence[int], best: tuple[bool, int, float], found: Sequence[_Priced]
-    ) -> bool:
-        """Whether a way is so much slower by its estimate than the best price, and its policy is known already."""
+    def _is_behind(self, way: Way, lost: Sequence[int], found: Sequence[_Priced]) -> bool:
+        """Whether another way of the same policy is better for certain: then its price would change nothing."""
         candidate = self._survivors.candidate(way, lost)
-        if candidate is None or all(one.candidate.policy != way.policy for one in found):
+        if candidate is None:
             return False
-        return -candidate.global_batch >= best[1] and candidate.seconds > HOPELESS * best[2]
+        at_best = False, -candidate.global_batch, candidate.least * (1.0 - ROUNDED)
+        return any(one.candidate.policy == way.policy and one.rank(self._limit) <= at_best for one in found)
 
     def _least_change(self, found: Sequence[_Priced]) -> int:
         """Of those that are as good as the best, the one that moves least."""

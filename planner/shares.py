@@ -56,6 +56,17 @@ def deal(batch: int, workers: Sequence[Worker]) -> list[list[int]] | None:
     return None
 
 
+def least_seconds(workers: Sequence[Worker], shares: Sequence[Sequence[int]]) -> float:
+    """When it is done at the earliest, in any schedule: a replica's slowest stage works on each of its micro-batches,
+    and one of them passes all stages.
+    """
+    return max(
+        max(m * worker.seconds, worker.fill_seconds + worker.seconds)
+        for worker, own in zip(workers, shares, strict=True)
+        for m in own
+    )
+
+
 def finish_seconds(workers: Sequence[Worker], shares: Sequence[Sequence[int]]) -> float:
     """When the last replica is done."""
     return max(w.fill_seconds + max(own) * w.seconds for w, own in zip(workers, shares, strict=True))

@@ -19,7 +19,7 @@ from cost_models.reduced import candidates
 from planner.describe_loss import describe_loss
 from planner.refit import Fitted, Refit, Task
 from planner.schedules import most_kept, schedule_after
-from planner.shares import Worker, deal, deal_modules, finish_seconds
+from planner.shares import Worker, deal, deal_modules, finish_seconds, least_seconds
 from specs.layout import balanced_cuts, block_starts
 from specs.plan import ContingencyPolicy, Pipeline, Plan, Replica, Stage
 from specs.schedule import Schedule
@@ -56,7 +56,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One complete way on, as `specs.contingency.remade` takes it; `seconds` is an estimate of the passes."""
+    """One complete way on, as `specs.contingency.remade` takes it; `seconds` is an estimate of the passes, and no
+    schedule makes them shorter than `least`.
+    """
 
     policy: ContingencyPolicy
     layout: str
@@ -66,6 +68,7 @@ class Candidate:
     sequences: tuple[int, ...]
     global_batch: int
     seconds: float
+    least: float
 
 
 class Survivors:
@@ -327,6 +330,7 @@ class Survivors:
             sequences=sequences,
             global_batch=batch,
             seconds=finish_seconds(workers, shares) + once,
+            least=least_seconds(workers, shares),
         )
 
     def _places(self, pipeline: Pipeline) -> list[tuple[int, ...]]:

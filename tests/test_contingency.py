@@ -124,6 +124,23 @@ def test_every_single_loss_leads_to_a_plan_that_runs(name: str) -> None:
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_ways_whose_price_is_left_out_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ways priced lead to the same, and none is faster than the least that it was left out by."""
+    plan = PLANS[name]
+    found = replan(plan, COSTS, [0])
+    priced = Replanner._priced
+
+    def with_check(self: Replanner, *arguments: Any) -> Any:
+        one = priced(self, *arguments)
+        assert one is None or one.predicted.step_time_seconds >= one.candidate.least
+        return one
+
+    monkeypatch.setattr(Replanner, "_priced", with_check)
+    monkeypatch.setattr(Replanner, "_is_behind", lambda *_: False)
+    assert replan(plan, COSTS, [0]) == found
+
+
 def test_no_composition_of_the_damaged_stage_is_faster() -> None:
     """4 -> 3: every composition of every kind of module, on the damaged replica's micro-batch, priced one by one."""
     plan = PLANS["4 and 4 -> 4 and 3"]
