@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.synchronize import Lock
 
 A = TypeVar("A")
 B = TypeVar("B")
+C = TypeVar("C")
 
 
-class Beside(Generic[A, B]):
+class Beside(Generic[A, B, C]):
     """The results of `first` and then `second`, done by a fork of this process: it sees all that is here and changes
-    nothing of it.
+    nothing of it.  `either` is done by whichever of the two comes to it first.
 
-    Where there is no second core or no fork that is safe, or they are `small` (take hardly longer than a process to
+    Where there is no second core or no fork that is safe, or all is `small` (takes hardly longer than a process to
     start), each is done here when its result is asked for.  So they must not change what others use.
     """
 
-    def __init__(self, first: Callable[[], A], second: Callable[[], B], *, small: bool = False) -> None:
-        self._first, self._second = first, second
+    def __init__(
+        self, first: Callable[[], A], second: Callable[[], B], either: Callable[[], C], *, small: bool = False
+    ) -> None:
+        self._first, self._second, self._either = first, second, either
         self._receive: Connection | None = None
         if small or not _may_fork():
             return
@@ -34,7 +38,8 @@ class Beside(Generic[A, B]):
 
         context = get_context("fork")
         self._receive, send = context.Pipe(duplex=False)
-        self._process = context.Process(target=_send, args=((first, second), send), daemon=True)
+        self._claim = context.Lock()  # never released: who has it does what either may do
+        self._process = context.Process(target=_send, args=((first, second), either, self._claim, send), daemon=True)
         self._process.start()
         send.close()
         weakref.finalize(self, self._process.kill)  # nobody waits for it any more
@@ -44,10 +49,14 @@ class Beside(Generic[A, B]):
         found: A = self._first() if self._receive is None else self._next(self._receive)
         return found
 
-    def second(self) -> B:
-        """The same, after `first` only."""
-        found: B = self._second() if self._receive is None else self._next(self._receive)
-        return found
+    def rest(self) -> tuple[B, C]:
+        """Of `second` and `either`, after `first`; raises the same."""
+        if self._receive is None:
+            return self._second(), self._either()
+        if self._claim.acquire(block=False):
+            mine = self._either()
+            return self._next(self._receive), mine
+        return self._next(self._receive), self._next(self._receive)
 
     def _next(self, receive: Connection) -> Any:
         try:
@@ -73,9 +82,11 @@ def _may_fork() -> bool:
     return not current_process().daemon  # which may have no children
 
 
-def _send(works: Sequence[Callable[[], object]], send: Connection) -> None:
+def _send(works: Sequence[Callable[[], object]], either: Callable[[], object], claim: Lock, send: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
-    for work in works:
+    for work in (*works, either):
+        if work is either and not claim.acquire(block=False):
+            return
         value, raised = None, None
         try:
             value = work()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,57 +73,72 @@ class Climb:
         halfway = 0.5 * (start + deadline)
         outcome = searcher.search("uniform", self.incumbent, deadline=deadline if last == "uniform" else halfway)
         self.first = self.top = Rung.of("uniform", outcome)
-        self._between: Beside[WithoutChance, _Between] | None = None
+        hopeless: Callable[[], WithoutChance] | None = None
+        self._between: Beside[WithoutChance, _Between, _Between] | None = None
         if len(freedoms) > 2 and searcher.engine == "dp":
             searcher.search("layers", self.incumbent, deadline=halfway, tolerance=ROUGHLY)
-            below = _Below(freedoms, searcher.branch(), pricer, self.incumbent.copy())
+            below = _Below(last, searcher.branch(), pricer, self.incumbent)
+            whole, parts = freedoms[1:-1][:2], freedoms[3:-1]
             self._between = Beside(
                 partial(below.hopeless, deadline=halfway),
-                partial(below.search, deadline=deadline),
+                partial(below.search, parts, deadline=deadline),
+                partial(below.search, whole, deadline=deadline),
                 small=time.monotonic() - start < SMALL,
             )
+            hopeless = partial(self._hopeless, self._between, below)
         if last != "uniform":
-            hopeless = None if self._between is None else self._between.first
             outcome = searcher.search(last, self.incumbent, deadline=deadline, hopeless=hopeless)
             self.top = Rung.of(last, outcome)
+
+    @staticmethod
+    def _hopeless(between: Beside[WithoutChance, _Between, _Between], below: _Below) -> WithoutChance:
+        found = between.first()
+        below.leave_out(found)  # for what is done here of it
+        return found
 
     def rungs(self) -> list[Rung]:
         """Of every freedom, in order; all that was priced for them is then with what was priced here."""
         between: list[Rung] = []
         if self._between is not None:
-            found = self._between.second()
-            between, self._between = found.rungs, None
-            self._pricer.predictions.update(found.predictions)
-            for layout, seconds in found.priced.items():
-                self.incumbent.priced.setdefault(layout, seconds)
+            parts, whole = self._between.rest()
+            self._between = None
+            for found in (whole, parts):
+                between += found.rungs
+                self._pricer.predictions.update(found.predictions)
+                for layout, seconds in found.priced.items():
+                    self.incumbent.priced.setdefault(layout, seconds)
         return [self.first, *between, *([self.top] if self.top is not self.first else [])]
 
 
 class _Below:
-    """The searches of the freedoms between the first and the last, each from the best layout of the one before."""
+    """The searches of freedoms between the first and the last, from the best layout of the first."""
 
-    def __init__(self, freedoms: Sequence[Freedom], searcher: Searcher, pricer: Pricer, incumbent: Incumbent) -> None:
-        self._freedoms = freedoms
+    def __init__(self, last: Freedom, searcher: Searcher, pricer: Pricer, incumbent: Incumbent) -> None:
+        self._last = last
         self._searcher = searcher
         self._pricer = pricer
-        self._incumbent = incumbent
+        self._incumbent = incumbent.copy()
 
     def hopeless(self, *, deadline: float) -> WithoutChance:
         """What loses even with the last of them loses in every one; a good incumbent finds most."""
-        last = self._freedoms[-1]
         if self._incumbent.layout is None:
-            return WithoutChance(last, {}, {})
-        found = self._searcher.without_chance(last, self._incumbent, deadline=deadline)
-        self._searcher.leave_out(found)
+            return WithoutChance(self._last, {}, {})
+        found = self._searcher.without_chance(self._last, self._incumbent, deadline=deadline)
+        self.leave_out(found)
         return found
 
-    def search(self, *, deadline: float) -> _Between:
+    def leave_out(self, found: WithoutChance) -> None:
+        self._searcher.leave_out(found)
+
+    def search(self, freedoms: Sequence[Freedom], *, deadline: float) -> _Between:
+        """Each from the best layout of the one before; whatever else was searched, with the same result."""
+        searcher, incumbent = self._searcher.branch(), self._incumbent.copy()
         known, rungs = set(self._pricer.predictions), []
-        for freedom in self._freedoms[1:-1]:
-            outcome = self._searcher.search(freedom, self._incumbent, deadline=deadline, tolerance=NOTHING)
+        for freedom in freedoms:
+            outcome = searcher.search(freedom, incumbent, deadline=deadline, tolerance=NOTHING)
             rungs.append(Rung.of(freedom, outcome))
         predictions = {layout: p for layout, p in self._pricer.predictions.items() if layout not in known}
-        return _Between(rungs, self._incumbent.priced, predictions)
+        return _Between(rungs, incumbent.priced, predictions)
 
 
 def as_ladder(rungs: list[Rung]) -> tuple[LadderRung, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing import get_context
 
 import pytest
 
@@ -31,11 +32,32 @@ def test_a_second_process_does_the_work_and_changes_nothing_here():
         seen.append(2)
         return os.getpid(), seen
 
-    job = Beside(work, work)
-    (pid, found), (other, later) = job.first(), job.second()
+    job = Beside(work, work, os.getpid)
+    (pid, found), ((other, later), _) = job.first(), job.rest()
     assert pid == other != os.getpid()
     assert (seen, found, later) == ([1], [1, 2], [1, 2, 2])
-    assert Beside(work, work, small=True).first() == (os.getpid(), [1, 2])
+    assert Beside(work, work, os.getpid, small=True).first() == (os.getpid(), [1, 2])
+
+
+@pytest.mark.usefixtures("two_cores")
+@pytest.mark.parametrize("slow", ["here", "there"])
+def test_what_either_may_do_is_done_once_by_the_first_who_is_free(slow):
+    gate = get_context("fork").Event()
+    here = os.getpid()
+
+    def second() -> None:
+        if slow == "there":
+            assert gate.wait(60.0)
+
+    def either() -> int:
+        gate.set()
+        return os.getpid()
+
+    job = Beside(os.getpid, second, either)
+    job.first()
+    if slow == "here":
+        assert gate.wait(60.0)
+    assert (job.rest()[1] == here) == (slow == "there")
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -43,23 +65,23 @@ def test_what_the_work_raises_is_raised_where_its_result_is_asked_for():
     def work() -> None:
         raise NoPlanFitsError("nothing fits")
 
-    job = Beside(os.getpid, work)
+    job = Beside(os.getpid, work, os.getpid)
     assert job.first() != os.getpid()
     with pytest.raises(NoPlanFitsError, match="nothing fits") as raised:
-        job.second()
+        job.rest()
     assert "in work" in str(raised.value.__cause__), "the traceback of the other process"
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_a_process_that_dies_is_told_of():
-    job = Beside(lambda: os.kill(os.getpid(), signal.SIGKILL), os.getpid)
+    job = Beside(lambda: os.kill(os.getpid(), signal.SIGKILL), os.getpid, os.getpid)
     with pytest.raises(RuntimeError, match="exit code -9"):
         job.first()
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_nothing_is_left_when_nobody_waits():
-    job = Beside(lambda: time.sleep(60.0), os.getpid)
+    job = Beside(lambda: time.sleep(60.0), os.getpid, os.getpid)
     process = job._process
     assert process.is_alive()
     del job
@@ -69,9 +91,9 @@ def test_nothing_is_left_when_nobody_waits():
 
 def test_where_forking_is_not_safe_all_is_done_here(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(beside.os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert Beside(os.getpid, os.getpid).second() == os.getpid()
+    assert Beside(os.getpid, os.getpid, os.getpid).rest() == (os.getpid(), os.getpid())
     monkeypatch.setattr(beside.sys, "platform", "darwin")
-    assert Beside(os.getpid, os.getpid).second() == os.getpid()
+    assert Beside(os.getpid, os.getpid, os.getpid).rest() == (os.getpid(), os.getpid())
 
 
 @pytest.mark.parametrize("objective", ["goodput", "step-time", "memory"])
