@@ -125,10 +125,18 @@ def best_by_rate(
     """
     model = failures if failures is not None else default_failure_model()
 
+    fastest_first = sorted(range(len(candidates)), key=lambda index: -candidates[index].tokens_per_second)
+
     def best(log_multiplier: float) -> int:
         scaled = model.scaled(math.exp(log_multiplier))
-        values = [candidate.goodput(scaled) for candidate in candidates]
-        return max(range(len(values)), key=lambda index: values[index])
+        found, most = fastest_first[0], 0.0
+        for index in fastest_first:
+            if candidates[index].tokens_per_second <= most:
+                break  # G X is at most 1
+            goodput = candidates[index].goodput(scaled)
+            if goodput > most:
+                found, most = index, goodput
+        return found
 
     edge = math.log(widest)
     steps = math.ceil(2.0 * edge / math.log(2.0))
