@@ -52,7 +52,7 @@ def candidate_of(plan: Plan, predicted: Prediction) -> Candidate:
         step_seconds=predicted.step_time_seconds,
         state_bytes_per_rank=checkpoint_bytes_per_rank(plan),
         ranks_per_group=max(stage.num_ranks for pipeline in plan.pipelines for stage in pipeline.stages),
-        spare_nodes=(len(plan.cluster.ranks()) - plan.world_size) // node,
+        spare_nodes=(plan.cluster.num_usable - plan.world_size) // node,
     )
 
 

@@ -139,7 +139,7 @@ def factors(
     (`checkpoint_bytes_per_rank` gives it).  Devices of the cluster that the plan leaves unused are spares, by whole
     nodes.  `failures` None: the published defaults, and the result says estimated.
     """
-    usable = len(plan.cluster.ranks())
+    usable = plan.cluster.num_usable
     largest_node = max(group.devices_per_node for group in plan.cluster.nodes)
     return factors_of(
         num_ranks=plan.world_size,

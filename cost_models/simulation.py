@@ -58,7 +58,7 @@ def simulate_plan(
         model = model.model_copy(update={"slow": with_profile(model.slow, measured)})
     plan, predicted = priced_plan(path, model)
     node = max(group.devices_per_node for group in plan.cluster.nodes)
-    unused = (len(plan.cluster.ranks()) - plan.world_size) // node
+    unused = (plan.cluster.num_usable - plan.world_size) // node
     policies = standard_policies(unused if spares is None else spares, keep_batch=keep_batch)
     chosen = "drop" if policy == "all" else policy
     if policy != "all":

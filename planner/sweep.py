@@ -69,7 +69,7 @@ def _point(sweep: Sweep, named: tuple[str, ClusterSpec], global_batch: int, seq_
     return SweepPoint(
         cluster=cluster.name,
         device=" + ".join(sorted({group.device for group in cluster.nodes})),
-        num_devices=len(cluster.ranks()),
+        num_devices=cluster.num_usable,
         global_batch=global_batch,
         seq_len=seq_len,
         plan=plan,

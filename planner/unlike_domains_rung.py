@@ -115,7 +115,7 @@ def for_unlike_domains(
         problem.model,
         problem.training,
         costs,
-        num_ranks=len(problem.cluster.ranks()),
+        num_ranks=problem.cluster.num_usable,
         most_degree=max(group.devices_per_node for group in problem.cluster.nodes),
     )
     gap = max(0.0, 1.0 - bound / value)
@@ -177,7 +177,7 @@ def _rung(made: Plan | None, best: _Best | None, whole: Whole) -> LadderRung:
     seconds, gain = best.fitted.predicted.step_time_seconds, None
     if made is not None and made.predicted is not None:
         gain = 1.0 - seconds / made.predicted.step_time_seconds
-    used, usable = best.fitted.plan.world_size, len(best.fitted.plan.cluster.ranks())
+    used, usable = best.fitted.plan.world_size, best.fitted.plan.cluster.num_usable
     idle = f"; {used} of {usable} usable ranks" if used < usable else ""
     return LadderRung(
         freedom="+ unlike domains",

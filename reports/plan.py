@@ -135,7 +135,7 @@ def headline(plan: Plan) -> str:
         )
     zero = {p.zero for pipeline in plan.pipelines for stage in pipeline.stages for p in stage.modules}
     sharded = SHARDED[zero.pop()] if len(zero) == 1 else f"optimizer sharded in part (zero {sorted(zero)})"
-    used, usable = plan.world_size, len(plan.cluster.ranks())
+    used, usable = plan.world_size, plan.cluster.num_usable
     in_use = f"{used} ranks" if used == usable else f"{used} of {usable} usable ranks"
     return (
         f"{plan.model.name} on {plan.cluster.name} ({in_use}), global batch "

@@ -114,6 +114,11 @@ class ClusterSpec(Document):
         """Devices that are installed, missing ones included."""
         return sum(group.count * group.devices_per_node for group in self.nodes)
 
+    @property
+    def num_usable(self) -> int:
+        """Devices that are there."""
+        return self.num_devices - len(set(self.missing))
+
     def ranks(self) -> tuple[int, ...]:
         """Ranks that can be used."""
         gone = set(self.missing)
