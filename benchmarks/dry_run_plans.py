@@ -3,10 +3,11 @@
     python -m benchmarks.dry_run_plans [--minutes N] [--out build/dry-run-plans] [JOB ...]        an hour of one core
 
 Every model preset that the executor runs is planned on a cluster where it fits, and one rank of every kind is played
-with fake tensors (`executor.dry_run`), for as many micro-batches as tell a pipeline's memory.  Compared are the bytes
-that it holds between two actions of the schedule, and its peak: weights, gradients, optimizer states, activations,
-what modules work in, buffers.  What a device reserves besides is in neither.  Plans and ranks that the folder has
-already are not made again; writes benchmarks/results/dry_run_plans.md.  Exit code 1 when a peak is more than 2 % off.
+with fake tensors (`executor.dry_run`), with no more micro-batches than bring its stages to the moments at which they
+hold most.  Compared are the bytes that it holds between two actions of the schedule, and its peak: weights, gradients,
+optimizer states, activations, what modules work in, buffers.  What a device reserves besides is in neither.  Plans and
+ranks that the folder has already are not made again; writes benchmarks/results/dry_run_plans.md.  Exit code 1 when a
+peak is more than 2 % off.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ class PlanMemory:
         ]
 
     def _rank(self, member: Member, parts: _Parts, chunk_tokens: int, moments: tuple[Held, ...]) -> MemoryTerms:
-        chunks = self._passing_chunks(member, len(parts.kept))
+        chunks = self._passing_chunks(member)
         held = self._weights[member], self._gradients[member], self.owned[member]
         moved = self._scattered[member], self._gathered[member]
         key = (parts, chunk_tokens, moments, chunks, held, moved)
@@ -356,11 +356,12 @@ class PlanMemory:
             reserved=self._reserved_bytes,
         )
 
-    def _passing_chunks(self, member: Member, num_virtual: int) -> int:
-        """Chunks on their way: activations and gradients, one of each in (the next receive is posted when the one
-        before has come) and one out, however many virtual stages share them.
+    def _passing_chunks(self, member: Member) -> int:
+        """Chunks on their way to and from a rank: activations and gradients, one of each in (the next receive is posted
+        when the one before has come) and one out, however many virtual stages share them.
         """
-        last = len(self._plan.pipelines[member[0]].stages) - 1
-        if num_virtual > 1:
+        pipeline = self._plan.pipelines[member[0]]
+        last = len(pipeline.stages) - 1
+        if pipeline.num_virtual > 1:
             return 4 if last else 0
         return 4 - 2 * (member[1] == 0) - 2 * (member[1] == last)

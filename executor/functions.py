@@ -34,11 +34,12 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
-        block = ctx.block
+        block, keep = ctx.block, ctx.keep
         x, *weights = ctx.saved_tensors
+        x = x.detach()  # what is put off would keep the whole graph, with the virtual stage's input and its gradient
 
         def of_weights() -> list[Tensor]:
-            gathered = x if ctx.keep else block.all_gather(x)
+            gathered = x if keep else block.all_gather(x)
             return [grad.t() @ gathered for grad in grads]
 
         grad_weights = block.weight_work.gradients(ctx.parameters, of_weights)
@@ -70,6 +71,7 @@ class _LinearScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         y, weight = ctx.saved_tensors
+        y = y.detach()  # as above
         gathered = ctx.block.all_gather(grad)
         (grad_weight,) = ctx.block.weight_work.gradients([ctx.parameter], lambda: [y.t() @ gathered])
         return None, gathered @ weight.t(), grad_weight

@@ -11,12 +11,13 @@ import torch
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from benchmarks.dry_run_plans import Job, play
+from benchmarks.dry_run_plans import Job, play, shortened
 from cost_models.rank_work import PlanWork, RankWork, seat_of
 from executor.dry_run import dry_run
 from specs.model import ModelSpec
 from specs.plan import Plan
 from specs.presets import model_preset
+from specs.schedule import Schedule
 from tests.layouts import ReplicaShape, StageShape, build, small_model
 
 if TYPE_CHECKING:
@@ -137,6 +138,18 @@ def test_a_plan_of_the_solver_fills_what_it_is_predicted_to(tmp_path: Path) -> N
     assert played is not None
     _, rows = played
     assert all(abs(row.peak_ratio - 1.0) <= 0.02 and abs(row.held_ratio - 1.0) <= 0.02 for row in rows)
+
+
+@pytest.mark.parametrize(("schedule", "num_virtual"), [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_fewer_micro_batches_come_to_the_same_peak(schedule: Schedule, num_virtual: int) -> None:
+    """And hold as much at the most between two actions, but for a chunk on its way."""
+    shape = ReplicaShape([StageShape(1)] * 2, 1, 8, schedule, num_virtual)
+    plan = build(small_model(), [shape], seq_len=64, recompute="selective")
+    short = shortened(plan)
+    assert short.training.global_batch < plan.training.global_batch
+    whole, few = dry_run(plan, 0), dry_run(short, 0)
+    assert few.peak_bytes == whole.peak_bytes
+    assert few.held_bytes == pytest.approx(whole.held_bytes, abs=4 * 64 * plan.model.hidden)
 
 
 def test_command(tmp_path: Path) -> None:

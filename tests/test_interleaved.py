@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise, product
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -32,7 +34,11 @@ from reports.plan import as_json, headline
 from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
 from specs.schedule import most_held, stage_actions
 from tests.layouts import small_model
+from tests.parity import largest_relative_error, run_rank, run_reference
 from tests.synthetic_costs import SyntheticCosts, cluster, some_options, tiny_model
+
+if TYPE_CHECKING:
+    from tests.gloo import GlooPool
 
 MADE = Provenance(created_by="tests", created_at="2026-01-01T00:00:00Z")
 CLOSE = 2.1e-4
@@ -360,3 +366,20 @@ def test_a_planned_pipeline_plays_as_priced(stage: int) -> None:
     assert played.activation_bytes == pytest.approx(formulas.activation_bytes, abs=most)
     assert played.flop == pytest.approx(formulas.flop, rel=1e-9)
     assert played.sent_bytes == pytest.approx(formulas.sent_bytes, rel=1e-6)
+
+
+@pytest.mark.gloo
+def test_a_planned_pipeline_trains_like_one_process(gloo_pool: GlooPool) -> None:
+    """Each of two ranks holds several runs of the chain, one layer recomputed, as the solver chose."""
+    plan = planned(job(Constraints(pins=("layer.2.*.recompute=full",))))
+    assert (plan.world_size, plan.pipelines[0].schedule, plan.pipelines[0].num_virtual) == (2, "interleaved", 5)
+    training, num_steps = plan.training, 3
+    whole = run_reference(plan.model, training.global_batch, training.seq_len, torch.float64, num_steps)
+    ranks = gloo_pool.run(run_rank, plan.world_size, plan.model_dump_json(), torch.float64, num_steps)
+    for losses, norms, _, _ in ranks:
+        assert losses == pytest.approx(whole.losses, rel=1e-10)
+        assert norms == pytest.approx(whole.norms, rel=1e-10)
+    gradients = largest_relative_error([p for rank in ranks for p in rank[2]], whole.gradients, complete=True)
+    assert max(gradients.values()) < 1e-10, gradients
+    weights = largest_relative_error([p for rank in ranks for p in rank[3]], whole.weights, complete=False)
+    assert max(weights.values()) < 1e-10, weights
