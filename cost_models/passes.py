@@ -94,21 +94,17 @@ def replica_pass(
     known: dict[tuple[object, ...], StagePass] = {}
     runs = [
         [
-            _with_sharding(
-                _virtual_stage_pass(plan, costs, topology, chain, replica, index, virtual, known, splits=splits[index]),
-                costs,
-                sharding.get((replica.pipeline, index)),
-                pipeline.num_virtual,
-            )
-            for virtual in range(pipeline.num_virtual)
+            _with_sharding(run, costs, sharding.get((replica.pipeline, index)), pipeline.num_virtual)
+            for run in _virtual_stage_passes(plan, costs, topology, chain, replica, index, known, splits=splits[index])
         ]
         for index in range(num_stages)
     ]
     places = [runs[index][virtual] for virtual in range(pipeline.num_virtual) for index in range(num_stages)]
-    transfers = [
-        _transfer_seconds(plan, costs, topology, replica, place % num_stages, (place + 1) % num_stages)
-        for place in range(len(places) - 1)
+    ring = [
+        _transfer_seconds(plan, costs, topology, replica, index, (index + 1) % num_stages)
+        for index in range(min(num_stages, len(places) - 1))
     ]
+    transfers = [ring[place % num_stages] for place in range(len(places) - 1)]
     timing = _timing(pipeline, num_micro_batches, places, transfers)
     return ReplicaPass(
         replica, num_micro_batches, tuple(map(_together, runs)), timing, pipeline, tuple(places), tuple(transfers)
@@ -167,30 +163,32 @@ def _together(runs: Sequence[StagePass]) -> StagePass:
     )
 
 
-def _virtual_stage_pass(
+def _virtual_stage_passes(
     plan: Plan,
     costs: CostModel,
     topology: Topology,
     chain: Mapping[str, Module],
     replica: ReplicaClass,
     index: int,
-    virtual: int,
     known: dict[tuple[object, ...], StagePass],
     *,
     splits: bool,
-) -> StagePass:
-    """`known`: virtual stages that hold and lie alike, on whichever stages of the replica."""
+) -> list[StagePass]:
+    """Of one stage.  `known`: virtual stages that hold and lie alike, on whichever stages of the replica."""
     pipeline = plan.pipelines[replica.pipeline]
     stage = pipeline.stages[index]
     ranks = topology.stage_ranks(replica, index)
-    start = pipeline.stage_starts()[index]
+    start = pipeline.stage_starts()[index] if replica.speeds else 0
     speeds = replica.speeds[start : start + len(ranks)] if replica.speeds else (1.0,) * len(ranks)
     cuts, pattern = stage.chunk_cuts(pipeline.micro_batch * plan.training.seq_len), topology.pattern(ranks)
-    groups = module_groups(stage.runs()[virtual], chain)
-    key = (cuts, pattern, speeds, splits, *(group.key() for group in groups))
-    if key not in known:
-        known[key] = _sum_of(plan, costs, groups, _Place(cuts, pattern, speeds, pipeline.context_parallel), splits)
-    return known[key]
+    found = []
+    for run in stage.runs():
+        groups = module_groups(run, chain)
+        key = (cuts, pattern, speeds, splits, *(group.key() for group in groups))
+        if key not in known:
+            known[key] = _sum_of(plan, costs, groups, _Place(cuts, pattern, speeds, pipeline.context_parallel), splits)
+        found.append(known[key])
+    return found
 
 
 def _sum_of(plan: Plan, costs: CostModel, groups: Sequence[ModuleGroup], place: _Place, splits: bool) -> StagePass:
