@@ -49,6 +49,7 @@ class OptionSource:
         self.tied = isinstance(head, Head) and head.tied
         self.ways = WaySource(chain, training, costs, topology, self.rates, tied=self.tied)
         self._transfers: dict[tuple[int, int, int, str, int], tuple[float, ...]] = {}
+        self._gathered: dict[tuple[int, int, int, str, int], float] = {}
         self._menus: dict[tuple[Grid, Restriction, bool], Menu | None] = {}
 
     @property
@@ -161,6 +162,12 @@ class OptionSource:
 
     def least_gathered_seconds(self, grid: Grid) -> float:
         """What sharding adds at least to the passes of a micro-batch, all stages together."""
+        key = (grid.num_stages, grid.num_ranks, grid.num_replicas, grid.order, grid.zero)
+        if key not in self._gathered:
+            self._gathered[key] = self._least_gathered(grid)
+        return self._gathered[key]
+
+    def _least_gathered(self, grid: Grid) -> float:
         rates = {degree: self.rates.micro_batch(grid, degree) for degree in stage_degrees(grid.num_ranks)}
         total = 0.0
         for module, number in zip(self.chain.modules, self.chain.totals.tolist(), strict=True):

@@ -43,7 +43,7 @@ class QuickBounds:
     def seconds(self, grid: Grid) -> float:
         """Step seconds that no layout of a grid point beats, memory aside: all work, as well spread as can be."""
         if grid not in self._known:
-            self._known[grid] = self._seconds(grid)
+            self._known[grid] = max(self.evenly(grid), self._filled(grid))
         return self._known[grid]
 
     def evenly(self, grid: Grid) -> float:
@@ -55,12 +55,11 @@ class QuickBounds:
         pipeline = max(once.passed + 2.0 * host * stages, m * (once.all / stages + actions * host))
         return pipeline + self._source.costs.overhead.other_seconds_per_step
 
-    def _seconds(self, grid: Grid) -> float:
+    def _filled(self, grid: Grid) -> float:
         overhead, m, stages = self._source.costs.overhead, grid.num_micro_batches, grid.num_stages
         along = self._quick_seconds(grid).passed + 2.0 * overhead.other_seconds_per_action * stages
-        gpipe = grid.schedule == "gpipe"
-        pipeline = along * (1.0 + (m - 1) / stages if gpipe else filled(stages, m))
-        return max(self.evenly(grid), pipeline + overhead.other_seconds_per_step)
+        pipeline = along * (1.0 + (m - 1) / stages if grid.schedule == "gpipe" else filled(stages, m))
+        return pipeline + overhead.other_seconds_per_step
 
     def _quick_seconds(self, grid: Grid) -> _Once:
         """Least seconds of one micro-batch through all modules."""
