@@ -164,19 +164,16 @@ def fewest(pipeline: Pipeline, number: int) -> int:
 
 
 def play(job: Job, folder: Path, progress: Progress, until: float) -> tuple[Plan, list[Row]] | None:
-    """All kinds of ranks of a job's plan; None when time is up before they are played."""
+    """The kinds of ranks of a job's plan, those that are played before time is up; None when there are none."""
     plan, path = plan_of(job, folder), folder / f"{job.name}.rows.json"
     known: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-    formulas, rows = PlanWork(plan), []
-    seats = formulas.unlike_seats()
-    # Of stages that hold, compute and send the same, one.
-    seats = list({repr(formulas.of(seat)): seat for seat in reversed(seats)}.values())[::-1]
+    formulas, rows, seats = PlanWork(plan), [], kinds(plan)
     task = progress.add_task(job.name, total=len(seats))
     for seat in seats:
         key = f"{seat.stage}.{seat.position}"
         if key not in known:
             if time.monotonic() > until:
-                return None
+                continue
             played = dry_run(shortened(plan), seat.process)
             known[key] = {"held": played.held_bytes, "peak": played.peak_bytes}
             write_whole(path, json.dumps(known, indent=1))
@@ -184,7 +181,14 @@ def play(job: Job, folder: Path, progress: Progress, until: float) -> tuple[Plan
         one = known[key]
         rows.append(Row(seat.stage, seat.position, work.held_bytes, one["held"], work.peak_bytes, one["peak"]))
         progress.advance(task)
-    return plan, rows
+    return (plan, rows) if rows else None
+
+
+def kinds(plan: Plan) -> list[Seat]:
+    """One rank of every kind; of stages that hold, compute and send the same, one."""
+    formulas = PlanWork(plan)
+    seats = {repr(formulas.of(seat)): seat for seat in reversed(formulas.unlike_seats())}
+    return sorted(seats.values())
 
 
 def furthest(ratios: Iterator[float]) -> float:
@@ -199,7 +203,7 @@ def summary(job: Job, plan: Plan, rows: list[Row]) -> str:
         job.name,
         f"{job.cluster}, {job.global_batch} x {job.seq_len}",
         plan.ladder[-1].layout,
-        f"{len(rows)}",
+        f"{len(rows)}" if len(rows) == len(kinds(plan)) else f"{len(rows)} of {len(kinds(plan))}",
         f"{most.peak / GIB:.3f}",
         f"{most.peak_played / GIB:.3f}",
         f"{furthest(row.held_ratio for row in rows):.4f}",
