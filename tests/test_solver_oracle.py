@@ -172,7 +172,8 @@ def test_unlike_ranks_are_nearly_always_planned_as_well_as_by_even_cuts():
     """A local search from the best layouts for equal ranks: now and then it starts too far away."""
     found = ratios["unlike ranks"].values()
     if len(found) >= 0.8 * len(UNLIKE):
-        assert sum(ratio <= 1 + CLOSE for ratio in found) >= 0.75 * len(found)
+        assert sum(ratio <= 1 + CLOSE for ratio in found) >= 0.9 * len(found)
+        assert max(found) < 1.05
 
 
 @pytest.mark.parametrize("seed", sorted(set(range(NUM_INSTANCES)) - UNLIKE))
