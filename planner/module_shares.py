@@ -58,6 +58,19 @@ def cut_elements(module: Module, degree: int, *, matrices: bool = False) -> int:
 
 
 @lru_cache(maxsize=4096)
+def shared_elements(module: Module, degree: int, *, matrices: bool = False) -> int:
+    """Of those, the elements of KV heads that other ranks of the block may hold too."""
+    if not isinstance(module, Attention) or module.num_kv_heads % degree == 0:
+        return 0
+    units = all_shares(module, degree)[-1]
+    return sum(
+        local_rows(module, tensor, units).size * max(tensor.cols, 1)
+        for tensor in tensors_of(module)
+        if tensor.cut == "kv" and (tensor.cols or not matrices)
+    )
+
+
+@lru_cache(maxsize=4096)
 def whole_elements(module: Module) -> int:
     """Elements of matrices that every rank holds whole, whatever the block."""
     return sum(t.num_elements for t in tensors_of(module) if t.cut == "whole" and t.cols and t.decay)

@@ -21,12 +21,12 @@ from planner.chain import Chain
 from planner.dominance import undominated
 from planner.layout import Option
 from planner.menu import Menu
-from planner.module_shares import cut_elements
+from planner.module_shares import cut_elements, shared_elements
 from planner.rates import Rates
 from planner.restriction import Restriction
 from planner.space import SHARDED, Grid, Topology
 from planner.ways import WaySource
-from specs.model import Embedding, Head, num_units
+from specs.model import Attention, Embedding, Head, Module, num_units
 from specs.plan import TrainingSpec
 from specs.tensors import num_parameters
 
@@ -44,7 +44,8 @@ class OptionSource:
         self.topology = topology
         named = zip(chain.names, (chain.modules[kind] for kind in chain.kinds), strict=True)
         self.num_elements = num_parameters(tuple(named))
-        self.rates = Rates(training, costs, topology, self.num_elements)
+        heads = frozenset(module.num_kv_heads for module in chain.modules if isinstance(module, Attention))
+        self.rates = Rates(training, costs, topology, self.num_elements, heads)
         head = chain.modules[chain.kinds[-1]]
         self.tied = isinstance(head, Head) and head.tied
         self.ways = WaySource(chain, training, costs, topology, self.rates, tied=self.tied)
@@ -169,15 +170,18 @@ class OptionSource:
 
     def _least_gathered(self, grid: Grid) -> float:
         rates = {degree: self.rates.micro_batch(grid, degree) for degree in stage_degrees(grid.num_ranks)}
+        of_shared = {degree: self.rates.shared(grid, degree)[1] for degree in rates}
+
+        def seconds(module: Module, degree: int) -> float:
+            smallest, rate, together = blocks_of(degree, grid.num_ranks)[-1], rates[degree], of_shared[degree]
+            shared = shared_elements(module, smallest, matrices=True)
+            own = cut_elements(module, smallest, matrices=True) - shared
+            return own * (rate.gather + rate.scatter) + shared * (together.gather + together.scatter)
+
         total = 0.0
         for module, number in zip(self.chain.modules, self.chain.totals.tolist(), strict=True):
             if not (self.tied and isinstance(module, Head)):
-                total += number * min(
-                    cut_elements(module, blocks_of(degree, grid.num_ranks)[-1], matrices=True)
-                    * (rate.gather + rate.scatter)
-                    for degree, rate in rates.items()
-                    if degree <= num_units(module)
-                )
+                total += number * min(seconds(module, degree) for degree in rates if degree <= num_units(module))
         return total
 
     def _chunk_bytes(self, grid: Grid) -> float:

@@ -15,7 +15,7 @@ from cost_models.buckets import BUCKET_ELEMENTS
 from cost_models.interface import CostModel
 from cost_models.memory import GRADIENT_BYTES, WEIGHT_BYTES
 from cost_models.topology import Span
-from planner.blocks import blocks_of
+from planner.blocks import blocks_of, stage_degrees
 from planner.space import Grid, Topology
 from specs.cluster import CollectiveOp
 from specs.plan import TrainingSpec
@@ -51,11 +51,19 @@ class Exposure(NamedTuple):
 class Rates:
     """Rates for one model of `num_elements` on one cluster; asks the cost model once per group."""
 
-    def __init__(self, training: TrainingSpec, costs: CostModel, topology: Topology, num_elements: int) -> None:
+    def __init__(
+        self,
+        training: TrainingSpec,
+        costs: CostModel,
+        topology: Topology,
+        num_elements: int,
+        kv_heads: frozenset[int] = frozenset(),
+    ) -> None:
         self._weight_bytes = WEIGHT_BYTES[training.precision]
         self._costs = costs
         self._topology = topology
         self._num_elements = num_elements
+        self._kv_heads = kv_heads
         self._spans: dict[tuple[int, int, int, str, int], set[Span]] = {}
         self._sync: dict[tuple[Span, int], SyncRate] = {}
         self._of_stages: dict[tuple[int, int, int, str, int, int], SyncRate] = {}
@@ -76,6 +84,8 @@ class Rates:
         if key not in self._of_stages:
             rates = [self._sync_of(span, grid.zero) for span in self._groups(grid, degree)]
             buckets = 1 if grid.num_ranks % degree == 0 else 2
+            # Shared KV heads are summed in buckets of their own, at the rate of a smaller degree.
+            buckets += any(heads % other for heads in self._kv_heads for other in stage_degrees(grid.num_ranks))
             least, less = min(rate.per_element for rate in rates), max(rate.less for rate in rates)
             self._of_stages[key] = SyncRate(least, buckets * less)
         return self._of_stages[key]
@@ -91,6 +101,17 @@ class Rates:
         if grid.zero == 3:
             gather = min(self._least_per_element(span, "all_gather", self._weight_bytes) for span in spans)
         return MicroBatchRate(exposed * gather, exposed * scatter)
+
+    def shared(self, grid: Grid, degree: int) -> tuple[float, MicroBatchRate]:
+        """Per element that several ranks of a block hold: of the sync, and beside micro-batches.
+
+        Those ranks are in one group, as those that blocks of a smaller degree have in their place; a collective of
+        more ranks of a domain can be faster.
+        """
+        fewer = [other for other in stage_degrees(grid.num_ranks) if other <= degree]
+        beside = [self.micro_batch(grid, other) for other in fewer]
+        least = min(self.sync(grid, other).per_element for other in fewer)
+        return least, MicroBatchRate(min(r.gather for r in beside), min(r.scatter for r in beside))
 
     def _groups(self, grid: Grid, degree: int) -> set[Span]:
         """The kinds of groups that sum a stage's gradients: one rank of every block in all replicas, at places whose

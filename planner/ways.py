@@ -18,7 +18,7 @@ from planner.block_costs import BlockCosts, Split
 from planner.blocks import blocks_of, holds_sequences, parts_of, stage_degrees
 from planner.chain import Chain
 from planner.layout import Option
-from planner.module_shares import cut_elements, whole_elements
+from planner.module_shares import cut_elements, shared_elements, whole_elements
 from planner.rates import Rates
 from planner.restriction import Restriction
 from planner.space import Grid, Topology
@@ -165,7 +165,13 @@ class WaySource:
             if once:  # and what is not cut
                 sync += whole
             rate = self._rates.micro_batch(grid, degree)
-            gathered = matrices * rate.gather
+            gathered, scattered = matrices * rate.gather, elements * rate.scatter
+            shared = shared_elements(module, smallest)
+            if shared:
+                per_element, beside = self._rates.shared(grid, degree)
+                sync -= shared * (self._rates.sync(grid, degree).per_element - per_element)
+                scattered -= shared * (rate.scatter - beside.scatter)
+                gathered -= shared_elements(module, smallest, matrices=True) * (rate.gather - beside.gather)
             shelf = 0.0
             if grid.zero == 3:
                 elements_at_once = sum(matrix_elements(module, largest_units(module, smallest)))
@@ -177,7 +183,7 @@ class WaySource:
                 held.own,
                 gathered,
                 0.0 if outer else gathered,
-                elements * rate.scatter,
+                scattered,
                 shelf,
             )
         certain = bool((rows[2] == rows[3]).all() and not rows[7].any())
