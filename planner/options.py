@@ -6,7 +6,7 @@ bounds (`rates`); a finished layout is always priced by `cost_models.step.price`
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -20,18 +20,20 @@ from planner.blocks import blocks_of, stage_degrees
 from planner.chain import Chain
 from planner.dominance import undominated
 from planner.layout import Option
-from planner.menu import Menu
+from planner.menu import Menu, OptionTable
 from planner.module_shares import cut_elements, shared_elements
 from planner.rates import Rates
 from planner.restriction import Restriction
 from planner.space import SHARDED, Grid, Topology
-from planner.ways import WaySource
+from planner.ways import Ways, WaySource
 from specs.model import Attention, Embedding, Head, Module, num_units
 from specs.plan import TrainingSpec
 from specs.tensors import num_parameters
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+_STATIC = [one.name for one in fields(OptionTable)].index("static")
 
 
 class OptionSource:
@@ -51,6 +53,7 @@ class OptionSource:
         self.ways = WaySource(chain, training, costs, topology, self.rates, tied=self.tied)
         self._transfers: dict[tuple[int, int, int, str, int], tuple[float, ...]] = {}
         self._gathered: dict[tuple[int, int, int, str, int], float] = {}
+        self._some: dict[tuple[int, Restriction], Ints] = {}
         self._menus: dict[tuple[Grid, Restriction, bool], Menu | None] = {}
 
     @property
@@ -78,47 +81,40 @@ class OptionSource:
 
     def _menu(self, grid: Grid, restriction: Restriction, optimistic: bool) -> Menu | None:
         options, of_kinds = list[tuple[Option, ...]](), list[Floats]()
-        for kind, (module, rule) in enumerate(zip(self.chain.modules, self.chain.rules, strict=True)):
+        for kind, module in enumerate(self.chain.modules):
             ways, pair = self.ways.of(kind, grid), self.tied and isinstance(module, Embedding | Head)
+            some = self._chosen(kind, ways, pair, grid.num_ranks, restriction)
+            if not some.size:
+                return None
+            state = self.ways.state(kind, grid)
+            if optimistic:
+                costs = ways.bold[:, some] + state.bold[:, ways.at[some]]
+            else:
+                costs = ways.careful[:, some] + state.careful[:, ways.at[some]]
+            if self.tied and restriction.tied and isinstance(module, Head):
+                costs[_STATIC] = 0.0
+            if isinstance(module, Embedding | Head) and grid.num_stages > 1:
+                costs[_STATIC] -= 2.0 * self._chunk_bytes(grid)  # one edge less
+            kept = undominated(costs.T)
+            options.append(tuple(ways.options[index] for index in some[kept].tolist()))
+            of_kinds.append(costs[:, kept])
+        return Menu.of(options, of_kinds)
+
+    def _chosen(self, kind: int, ways: Ways, pair: bool, num_ranks: int, restriction: Restriction) -> Ints:
+        """Which of the ways a restriction leaves."""
+        key = (id(ways), restriction)  # their source keeps them
+        if key not in self._some:
+            module, rule = self.chain.modules[kind], self.chain.rules[kind]
             modes = restriction.modes_of(module, rule)
             some = [
                 ways.numbers[degree, mode]
-                for degree in restriction.degrees_of(rule, grid.num_ranks)
+                for degree in restriction.degrees_of(rule, num_ranks)
                 if not pair or restriction.tied in (None, degree)
                 for mode in modes
                 if (degree, mode) in ways.numbers
             ]
-            if not some:
-                return None
-            costs = self._costs_of(kind, grid, restriction, optimistic=optimistic)[:, some]
-            kept = undominated(costs.T)
-            options.append(tuple(ways.options[some[index]] for index in kept.tolist()))
-            of_kinds.append(costs[:, kept])
-        return Menu.of(options, of_kinds)
-
-    def _costs_of(self, kind: int, grid: Grid, restriction: Restriction, *, optimistic: bool) -> Floats:
-        """Of all ways to run a distinct module, in the order of `OptionTable`."""
-        module, ways, state = self.chain.modules[kind], self.ways.of(kind, grid), self.ways.state(kind, grid)
-        at = ways.at
-        static = (state.own if optimistic else state.total)[at]
-        if self.tied and restriction.tied and isinstance(module, Head):
-            static = np.zeros_like(static)
-        if isinstance(module, Embedding | Head) and grid.num_stages > 1:
-            static = static - 2.0 * self._chunk_bytes(grid)  # one edge less
-        return np.stack(
-            [
-                ways.forward + state.gathered[at],
-                ways.backward + state.again[at] + state.scattered[at],
-                state.sync[at],
-                state.update[at],
-                ways.spread,
-                static,
-                ways.own_activation if optimistic else ways.activation,
-                ways.own_working if optimistic else ways.working + state.shelf[at],
-                ways.weight,
-                ways.own_deferred if optimistic else ways.deferred,
-            ]
-        )
+            self._some[key] = np.array(some, dtype=np.int64)
+        return self._some[key]
 
     def memory_is_uncertain(self, grid: Grid, capacity: float) -> bool:
         """Whether the two ways to count memory may differ by more than a thousandth of what there is."""

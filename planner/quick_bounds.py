@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from planner.menu import OptionTable
 from planner.options import OptionSource
 from planner.space import SHARDED, Grid
 
@@ -70,8 +71,9 @@ class QuickBounds:
             ways = [self._source.ways.of(kind, grid) for kind in range(len(self._source.chain.modules))]
             each = np.full((2, len(ways)), np.inf)
             if all(own.options for own in ways):
-                passed = [float((own.forward + own.backward).min()) for own in ways]
-                every = [float((own.forward + own.backward + own.weight).min()) for own in ways]
+                tables = [OptionTable(*own.careful) for own in ways]
+                passed = [float((own.forward + own.backward).min()) for own in tables]
+                every = [float((own.forward + own.backward + own.weight).min()) for own in tables]
                 each = np.array([every, passed])
             all_modules, passed_modules = (each @ self._source.chain.totals).tolist()
             self._quick[key] = _Once(all_modules, passed_modules, each)

@@ -6,6 +6,7 @@ and done once a step on ranks, replicas and sharding alone (`State`).
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from planner.block_costs import BlockCosts, Split
 from planner.blocks import blocks_of, holds_sequences, parts_of, stage_degrees
 from planner.chain import Chain
 from planner.layout import Option
+from planner.menu import OptionTable
 from planner.module_shares import cut_elements, shared_elements, whole_elements
 from planner.rates import Rates
 from planner.restriction import Restriction
@@ -27,46 +29,33 @@ from specs.plan import Recompute, TrainingSpec
 
 Floats = npt.NDArray[np.float64]
 _WHOLE = Split(0.0, 0.0, 0.0, 0.0)
+NUM_COSTS = len(fields(OptionTable))
 
 
 class Ways(NamedTuple):
-    """Options of a module and their costs of a micro-batch, [option].
+    """Options of a module and their costs of a micro-batch, [row of `OptionTable`, option].
 
-    `at`: an option's degree, as its place in `stage_degrees`; `numbers`: of each degree and mode its option.  `own_...`
-    are the last rank's bytes, which no fullest rank is below; `certain`: they are the fullest rank's.
+    `at`: an option's degree, as its place in `stage_degrees`; `numbers`: of each degree and mode its option.  `careful`
+    has the fullest rank's bytes, `bold` the last rank's, which no fullest rank is below; `certain`: they are the same.
     """
 
     options: tuple[Option, ...]
     at: npt.NDArray[np.int64]
     numbers: dict[tuple[int, Recompute], int]
     certain: bool
-    forward: Floats
-    backward: Floats
-    spread: Floats
-    weight: Floats
-    activation: Floats
-    working: Floats
-    deferred: Floats
-    own_activation: Floats
-    own_working: Floats
-    own_deferred: Floats
+    careful: Floats
+    bold: Floats
 
 
 class State(NamedTuple):
-    """What a module costs whatever the micro-batch, by degree: seconds of gradient sync and optimizer; bytes held, on
-    the fullest and on the last rank; seconds for gathered weights before each pass and for scattered gradients, and
-    the bytes that they are gathered in.
+    """What a module costs whatever the micro-batch, [row of `OptionTable`, degree]: gradient sync and optimizer; bytes
+    held; seconds for gathered weights before each pass and for scattered gradients, and the bytes they are gathered in.
+    `careful`, `bold` and `certain` as of `Ways`.
     """
 
     certain: bool
-    sync: Floats
-    update: Floats
-    total: Floats
-    own: Floats
-    gathered: Floats
-    again: Floats
-    scattered: Floats
-    shelf: Floats
+    careful: Floats
+    bold: Floats
 
 
 class WaySource:
@@ -110,7 +99,7 @@ class WaySource:
         data = self._costs.overhead.data_seconds_per_sequence * grid.micro_batch if reads else 0.0
         options, at = list[Option](), list[int]()
         numbers = dict[tuple[int, Recompute], int]()
-        costs = list[tuple[float, ...]]()
+        careful, bold = list[tuple[float, ...]](), list[tuple[float, ...]]()
         for place, degree in enumerate(stage_degrees(grid.num_ranks)):
             if degree not in degrees or degree > num_units(module):
                 continue
@@ -128,22 +117,13 @@ class WaySource:
                 numbers[degree, mode] = len(options)
                 options.append(Option(blocks, mode))
                 at.append(place)
-                costs.append(
-                    (
-                        passes.forward + data,
-                        passes.backward - split.less,
-                        passes.spread,
-                        split.seconds,
-                        passes.activation,
-                        passes.working,
-                        split.waiting,
-                        passes.own_activation,
-                        passes.own_working,
-                        split.own_waiting,
-                    )
+                seconds = (passes.forward + data, passes.backward - split.less, 0.0, 0.0, passes.spread)
+                careful.append((*seconds, 0.0, passes.activation, passes.working, split.seconds, split.waiting))
+                bold.append(
+                    (*seconds, 0.0, passes.own_activation, passes.own_working, split.seconds, split.own_waiting)
                 )
-        rows = np.ascontiguousarray(np.array(costs).reshape(-1, 10).T)
-        certain = bool((rows[4:7] == rows[7:]).all())
+        rows = [np.ascontiguousarray(np.array(own).reshape(-1, NUM_COSTS).T) for own in (careful, bold)]
+        certain = bool((rows[0] == rows[1]).all())
         return Ways(tuple(options), np.array(at, dtype=np.int64), numbers, certain, *rows)
 
     def _state_of(self, kind: int, grid: Grid) -> State:
@@ -152,7 +132,7 @@ class WaySource:
         outer = isinstance(module, Embedding | Head)
         whole = whole_elements(module) * self._rates.sync(grid, 1).per_element  # summed over all ranks of the stage
         degrees = stage_degrees(grid.num_ranks)
-        rows = np.zeros((8, len(degrees)))
+        careful, bold = np.zeros((2, NUM_COSTS, len(degrees)))
         for place, degree in enumerate(degrees):
             if degree > num_units(module):
                 continue
@@ -176,15 +156,8 @@ class WaySource:
             if grid.zero == 3:
                 elements_at_once = sum(matrix_elements(module, largest_units(module, smallest)))
                 shelf = float(sharding_bytes(0, 0, elements_at_once, self._training.precision))
-            rows[:, place] = (
-                sync,
-                held.owned * self._rates.update,
-                held.total,
-                held.own,
-                gathered,
-                0.0 if outer else gathered,
-                scattered,
-                shelf,
-            )
-        certain = bool((rows[2] == rows[3]).all() and not rows[7].any())
-        return State(certain, *rows)
+            passes = (gathered, scattered if outer else gathered + scattered)
+            once_a_step = (sync, held.owned * self._rates.update)
+            careful[:, place] = (*passes, *once_a_step, 0.0, held.total, 0.0, shelf, 0.0, 0.0)
+            bold[:, place] = (*passes, *once_a_step, 0.0, held.own, 0.0, 0.0, 0.0, 0.0)
+        return State(bool((careful == bold).all()), careful, bold)
