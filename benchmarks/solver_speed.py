@@ -2,9 +2,9 @@
 
     python -m benchmarks.solver_speed [8b 70b ... growth]
 
-Prints one line per case: wall and CPU seconds of `plait plan`, its peak memory, step time, proven gap.  `growth` plans
-Llama 3 405B for 64 to 32,768 GPUs and draws benchmarks/results/solver_growth.png.  Sources are compiled before, as they
-are for everyone from the second command on.
+Prints one line per case: wall seconds of `plait plan`, CPU seconds of its two processes, peak memory of the larger one,
+step time, proven gap.  `growth` plans Llama 3 405B for 64 to 32,768 GPUs and draws benchmarks/results/solver_growth.png.
+Sources are compiled before, as they are for everyone from the second command on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEQUENCES_PER_GPU = 4  # of growth: up to 2,048 GPUs as many sequences as fill t
 
 @dataclass(frozen=True)
 class Run:
-    """One `plait plan`: wall and CPU seconds, peak bytes, the plan (None: exit code 3, nothing fits)."""
+    """One `plait plan`: wall and CPU seconds, peak bytes of one process, the plan (None: exit code 3, nothing fits)."""
 
     wall: float
     cpu: float

@@ -54,9 +54,12 @@ class Beside(Generic[A, B, C]):
         if self._receive is None:
             return self._second(), self._either()
         if self._claim.acquire(block=False):
-            mine = self._either()
-            return self._next(self._receive), mine
-        return self._next(self._receive), self._next(self._receive)
+            either = self._either()
+            found = self._next(self._receive), either
+        else:
+            found = self._next(self._receive), self._next(self._receive)
+        self._process.join()
+        return found
 
     def _next(self, receive: Connection) -> Any:
         try:
