@@ -3,7 +3,7 @@
     python -m benchmarks.solver_speed [8b 70b ... growth]
 
 Prints one line per case: wall seconds of `plait plan`, CPU seconds of its two processes, peak memory of the larger one,
-step time, proven gap.  `growth` plans Llama 3 405B for 64 to 32,768 GPUs and draws benchmarks/results/solver_growth.png.
+step time, proven gap.  `growth` plans Llama 3 405B for 64 to 32,768 GPUs and draws results/solver_growth.png.
 Sources are compiled before, as they are for everyone from the second command on.
 """
 

@@ -6,9 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from cost_models.goodput import checkpoint_bytes_per_rank
+from cost_models.interface import CostModel
 from planner.alternatives import alternatives
 from planner.goal import make_worth
 from planner.grid_search import Incumbent
@@ -106,51 +107,31 @@ def _of_equal_ranks(
         freedom = "cuts"
     whole = start + time_limit_seconds
     deadline = start + time_limit_seconds * (EQUAL_SHARE if unlike else 1.0)
-    costs = make_costs(problem.cluster, problem.training)
-    searcher = make_searcher(problem, costs, engine)
-    pricer = Pricer(problem, searcher)
-    climb = Climb(searcher, pricer, freedom, deadline=deadline)
-    complete, elsewhere = climb.top.outcome.complete, float("inf")
-    for context in context_degrees(problem, nothing_fits=climb.top.layout is None) if complete else ():
-        wider = make_searcher(problem, costs, engine, context)
-        of_wider = Pricer(problem, wider)
-        climbed = Climb(wider, of_wider, freedom, deadline=deadline)
-        better = climbed.top.outcome.seconds < climb.top.outcome.seconds
-        left = climb if better else climbed
-        elsewhere = min(elsewhere, left.top.outcome.bound)
-        if better:
-            searcher, pricer, climb = wider, of_wider, climbed
-        if climb.top.layout is not None and not better:  # more sharing only sends more
-            break
+    searcher, pricer, climb, complete, elsewhere = _climbed(
+        problem, make_costs(problem.cluster, problem.training), engine, freedom, deadline=deadline
+    )
     top = climb.top
     if top.layout is None:
         raise nothing_found(
             problem, make_costs, searcher, freedom, complete=complete, time_limit_seconds=time_limit_seconds
         )
-    outcome, goal = top.outcome, climb.incumbent
+    outcome, value = top.outcome, pricer.seconds
     if objective == "memory":
         limit = top.seconds * (1.0 + slowdown)
         outcome = least_memory(searcher, pricer, freedom, limit_seconds=limit, deadline=deadline)
     elif objective != "step-time":
-        goal = Incumbent(pricer.seconds_delivered)
-        outcome = _deliver(problem, searcher, pricer, freedom, goal, deadline=deadline)
-    if (
-        objective != "memory"
-    ):  # spaces that were searched and left; G X is at most 1, so seconds bound what is delivered
-        outcome.bound = min(outcome.bound, elsewhere)
+        value = pricer.seconds_delivered
+        outcome = _deliver(problem, searcher, pricer, freedom, deadline=deadline)
     assert outcome.layout is not None
-    plan = pricer.plan(outcome.layout)
-    if not unlike:  # while the ladder is still being searched
-        plan = _with_losses(plan, losses, start)
+    # Other processes may still be searching the ladder.
+    plan = _with_losses(pricer.plan(outcome.layout), None if unlike else losses, start)
     rungs = climb.rungs()
-    if objective != "memory":
-        for rung in rungs:  # each is as close to its bound as is told of a rung
-            if rung.layout is not None:
-                goal.offer(rung.layout, rung.outcome.bound)
-        if goal.layout is not None and goal.layout != outcome.layout:
-            outcome.layout, outcome.seconds = goal.layout, goal.seconds
-            outcome.bound = min(outcome.bound, outcome.seconds)
-            plan = _with_losses(pricer.plan(goal.layout), None if unlike else losses, start)
+    if objective != "memory":  # G X is at most 1, so seconds bound what is delivered
+        outcome.bound = min(outcome.bound, elsewhere)
+        better = min((rung.layout for rung in rungs if rung.layout is not None), key=value)
+        if value(better) < outcome.seconds:  # within what searches leave open
+            outcome.layout, outcome.seconds = better, value(better)
+            plan = _with_losses(pricer.plan(better), None if unlike else losses, start)
     chosen, ladder, predictions = outcome.layout, as_ladder(rungs), pricer.predictions
     if objective in ("goodput", "tokens-per-dollar"):
         ladder = (*ladder, goodput_rung(predictions[top.layout], predictions[chosen], chosen))
@@ -184,14 +165,46 @@ def _of_equal_ranks(
     return made
 
 
+class _Climbed(NamedTuple):
+    """What has searched a problem best; `elsewhere`: a bound of the step seconds of all else that was searched."""
+
+    searcher: Searcher
+    pricer: Pricer
+    climb: Climb
+    complete: bool
+    elsewhere: float
+
+
+def _climbed(problem: Problem, costs: CostModel, engine: Engine, freedom: Freedom, *, deadline: float) -> _Climbed:
+    """Without context parallelism, and with its degrees while they help."""
+
+    def at(context: int) -> _Climbed:
+        searcher = make_searcher(problem, costs, engine, context)
+        pricer = Pricer(problem, searcher)
+        climb = Climb(searcher, pricer, freedom, deadline=deadline)
+        return _Climbed(searcher, pricer, climb, climb.top.outcome.complete, float("inf"))
+
+    best = at(1)
+    if not best.complete:
+        return best
+    for context in context_degrees(problem, nothing_fits=best.climb.top.layout is None):
+        other = at(context)
+        better = other.climb.top.seconds < best.climb.top.seconds
+        best, left = (other, best) if better else (best, other)
+        elsewhere = min(best.elsewhere, left.elsewhere, left.climb.top.outcome.bound)
+        best = best._replace(complete=True, elsewhere=elsewhere)
+        if best.climb.top.layout is not None and not better:  # more sharing only sends more
+            break
+    return best
+
+
 def _with_losses(plan: Plan, losses: Losses | None, start: float) -> Plan:
     return plan if losses is None else plan.with_results(contingencies=losses(plan, time.monotonic() - start))
 
 
-def _deliver(
-    problem: Problem, searcher: Searcher, pricer: Pricer, freedom: Freedom, goal: Incumbent, *, deadline: float
-) -> Outcome:
+def _deliver(problem: Problem, searcher: Searcher, pricer: Pricer, freedom: Freedom, *, deadline: float) -> Outcome:
     """The search by goodput, from the layouts that the search by step time priced."""
+    goal = Incumbent(pricer.seconds_delivered)
     for layout, prediction in list(pricer.predictions.items()):
         if pricer.fits(prediction):
             goal.offer(layout, 0.0)

@@ -10,12 +10,22 @@ from multiprocessing import get_context
 import pytest
 
 from cost_models.sources import device_costs
-from planner import beside, ladder
+from planner import beside, ladder, make
 from planner.beside import Beside
 from planner.make import Problem, make_plan
 from specs.errors import NoPlanFitsError
 from specs.plan import Certificate, Provenance, TrainingSpec
 from specs.presets import cluster_preset, model_preset
+
+
+def problem() -> Problem:
+    return Problem(
+        model_preset("llama-3-8b"),
+        cluster_preset("h100x8"),
+        TrainingSpec(global_batch=64, seq_len=8192),
+        Provenance(created_by="tests", created_at="2026-01-01T00:00:00Z"),
+        memory_cap_bytes=64 * 2**30,
+    )
 
 
 @pytest.fixture
@@ -98,21 +108,35 @@ def test_where_forking_is_not_safe_all_is_done_here(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("objective", ["goodput", "step-time", "memory"])
 def test_a_plan_is_the_same_on_one_core_and_on_two(monkeypatch: pytest.MonkeyPatch, objective):
-    problem = Problem(
-        model_preset("llama-3-8b"),
-        cluster_preset("h100x8"),
-        TrainingSpec(global_batch=64, seq_len=8192),
-        Provenance(created_by="tests", created_at="2026-01-01T00:00:00Z"),
-        memory_cap_bytes=64 * 2**30,
-    )
     plans = []
     for forks in (False, True):
         monkeypatch.setattr(beside, "_may_fork", lambda forks=forks: forks)
         monkeypatch.setattr(ladder, "SMALL", 0.0)
-        plan = make_plan(problem, device_costs, objective=objective, freedom="cuts")
+        plan = make_plan(problem(), device_costs, objective=objective, freedom="cuts")
         assert isinstance(plan.certificate, Certificate)
         plans.append(plan.with_results(certificate=plan.certificate.model_copy(update={"seconds": 0.0})))
     assert plans[0] == plans[1]
     assert len(plans[0].ladder) == 5 + (objective != "step-time")
     seconds = [rung.step_time_seconds for rung in plans[0].ladder[:5]]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_the_ladder_finds_better_is_taken(monkeypatch: pytest.MonkeyPatch):
+    """Searches stop within their tolerance, so that a rung below may be a little ahead; here it is far ahead."""
+    real, worst = make._deliver, 0.0
+
+    def of_the_worst(problem, searcher, pricer, freedom, *, deadline):
+        nonlocal worst
+        outcome = real(problem, searcher, pricer, freedom, deadline=deadline)
+        fitting = [layout for layout, predicted in pricer.predictions.items() if pricer.fits(predicted)]
+        outcome.layout = max(fitting, key=pricer.seconds_delivered)
+        worst = outcome.seconds = pricer.seconds_delivered(outcome.layout)
+        return outcome
+
+    monkeypatch.setattr(make, "_deliver", of_the_worst)
+    told = []
+    plan = make_plan(problem(), device_costs, freedom="modules", losses=lambda plan, _: told.append(plan) or ())
+    assert plan.certificate is not None
+    assert plan.certificate.objective_value < 0.98 * worst
+    assert plan.certificate.gap < 0.01
+    assert [one.pipelines == plan.pipelines for one in told] == [False, True]
