@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from multiprocessing.synchronize import Lock
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -38,11 +37,14 @@ class Beside(Generic[A, B, C]):
 
         context = get_context("fork")
         self._receive, send = context.Pipe(duplex=False)
-        self._claim = context.Lock()  # never released: who has it does what either may do
-        self._process = context.Process(target=_send, args=((first, second), either, self._claim, send), daemon=True)
+        self._token, give = os.pipe()  # with one byte in it: who reads that does what either may do
+        os.write(give, b".")
+        os.close(give)
+        self._process = context.Process(target=_send, args=((first, second), either, self._token, send), daemon=True)
         self._process.start()
         send.close()
         weakref.finalize(self, self._process.kill)  # nobody waits for it any more
+        weakref.finalize(self, os.close, self._token)
 
     def first(self) -> A:
         """Waits for it.  Raises what the work raised, and `RuntimeError` when the process died."""
@@ -53,7 +55,7 @@ class Beside(Generic[A, B, C]):
         """Of `second` and `either`, after `first`; raises the same."""
         if self._receive is None:
             return self._second(), self._either()
-        if self._claim.acquire(block=False):
+        if os.read(self._token, 1):
             either = self._either()
             found = self._next(self._receive), either
         else:
@@ -85,10 +87,10 @@ def _may_fork() -> bool:
     return not current_process().daemon  # which may have no children
 
 
-def _send(works: Sequence[Callable[[], object]], either: Callable[[], object], claim: Lock, send: Connection) -> None:
+def _send(works: Sequence[Callable[[], object]], either: Callable[[], object], token: int, send: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     for work in (*works, either):
-        if work is either and not claim.acquire(block=False):
+        if work is either and not os.read(token, 1):
             return
         value, raised = None, None
         try:
