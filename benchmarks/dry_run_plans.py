@@ -77,7 +77,7 @@ class Job:
         return make_plan(problem, device_costs, top_k=0)
 
 
-# All presets but DeepSeek-V3, whose latent attention the executor does not run.
+# All presets but DeepSeek-V3 and Nemotron Nano: the executor runs neither latent attention nor Mamba-2.
 JOBS = (
     Job("tiny", "h100x8", 64, 256),
     Job("demo", "h100x8", 64, 256),

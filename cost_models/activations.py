@@ -14,7 +14,7 @@ from cost_models.flops import local_kv_heads, routed_tokens
 from cost_models.share import Share
 from specs.cluster import Precision
 from specs.layout import Interval, kv_groups_of
-from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
+from specs.model import Attention, Embedding, Head, LatentAttention, Mamba2, Mlp, Module, Moe
 from specs.plan import Recompute
 
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
@@ -28,6 +28,7 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
 
     # attention  a (n c h + (2 T q + 2 K k) d) + 4 T q       mlp        a (n c h + (3 | 2) T f)
     # head       a (n c h + v h)                           embedding  8 T       moe  `_moe_bytes`
+    # mamba2     `_mamba_bytes`
     # keep: the gathered input instead of its chunk, a (T - c) h more.
     # full recompute: a c h (head: + 8 T).  selective: attention without its output and log-sum-exp, mlp without
     #   its product.  A norm of a module's output keeps that: a c h
@@ -53,6 +54,8 @@ def activation_bytes(module: Module, share: Share, precision: Precision, recompu
             return chunks + _attention_bytes(module, share, precision, selective)
         case LatentAttention():
             return chunks + _latent_attention_bytes(module, share, precision, selective)
+        case Mamba2():
+            return chunks + _mamba_bytes(module, share, precision, selective)
         case Mlp():
             return chunks + size * block_tokens * units.size * (1 + module.gated + (not selective))
         case Moe():
@@ -125,6 +128,21 @@ def _latent_attention_bytes(module: LatentAttention, share: Share, precision: Pr
     kept = 2 * share.chunk_tokens * module.latent_width + share.block_tokens * heads * width
     log_sum_exp = 0 if selective else LOG_SUM_EXP_BYTES * share.block_tokens * heads
     return ACTIVATION_BYTES[precision] * kept + log_sum_exp
+
+
+def _mamba_bytes(module: Mamba2, share: Share, precision: Precision, selective: bool) -> int:
+    """What Mamba-2 keeps between its projections: outputs of the first one, of the convolution, the scan and the norm.
+
+    # a T (5 D + 2 S + H) + 4 T H;  selective: the in-projection's alone, a T (2 D + S + H)
+    #   H heads, D = H head_dim, S = 2 groups x state size of B and C on this rank; 4 T H the sums of decays in fp32.
+    #   These are what the published kernels save (state-spaces/mamba, MambaChunkScanCombinedFn, causal_conv1d, gated
+    #   RMSNorm); a chunk's states and products inside it are formed again.  No executor that was measured runs this.
+    """
+    heads = share.units.size
+    inner, shared = heads * module.head_dim, 2 * local_kv_heads(module, share.units) * module.state_size
+    size = ACTIVATION_BYTES[precision]
+    projected = size * (2 * inner + shared + heads)
+    return share.block_tokens * (projected if selective else projected + size * (3 * inner + shared) + 4 * heads)
 
 
 def _whole_kv_groups(module: Attention, heads: Interval) -> bool:

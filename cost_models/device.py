@@ -17,7 +17,7 @@ from cost_models.collectives import (
     shipped_curves,
 )
 from cost_models.dispatch import exchange_bytes
-from cost_models.flops import ATTENTION_BACKWARD_RATIO, gathered_width, score_flop
+from cost_models.flops import gathered_width, score_backward_ratio, score_flop
 from cost_models.interface import ModuleCost
 from cost_models.kernels import Work, backward_work, forward_work, matrix_seconds, repeated_work
 from cost_models.share import Share
@@ -158,7 +158,7 @@ class DeviceCosts:
         scores = score_flop(module, block_tokens, seq_len, share.units)
         rate = self._device.peak_flop_per_second[self._attention_precision]
         score_forward = scores / (rate * self._efficiency.attention_forward_efficiency)
-        score_backward = ATTENTION_BACKWARD_RATIO * scores / (rate * self._efficiency.attention_backward_efficiency)
+        score_backward = score_backward_ratio(module) * scores / (rate * self._efficiency.attention_backward_efficiency)
         forward = self._seconds(forward_work(module, share, size)) + score_forward
         backward = self._seconds(backward_work(module, share, size)) + score_backward
         return _Once(share, score_forward, forward, backward, *self._communication(module, degree, block_tokens, level))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specs.layout import Interval, balanced_cuts, interval_of, kv_groups_of
-from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe, num_units
+from specs.model import Attention, Embedding, Head, LatentAttention, Mamba2, Mlp, Module, Moe, num_units
 from specs.plan import Recompute
 
 # Attention's scores and their product with the values: backward recomputes the scores and forms four products
@@ -20,8 +20,8 @@ def largest_units(module: Module, degree: int) -> Interval:
     return max((interval_of(cuts, part) for part in range(degree)), key=lambda interval: interval.size)
 
 
-def local_kv_heads(module: Attention, heads: Interval) -> int:
-    """KV heads that a rank with these query heads computes; one shared with a neighbour counts on both."""
+def local_kv_heads(module: Attention | Mamba2, heads: Interval) -> int:
+    """KV heads (or groups) that a rank with these heads computes; one shared with a neighbour counts on both."""
     return kv_groups_of(heads, module.num_heads, module.num_kv_heads).size
 
 
@@ -52,6 +52,10 @@ def matrix_flop(module: Module, block_tokens: int, units: Interval) -> float:
             down = hidden * module.latent_width * units.size / module.num_heads
             expand = module.query_rank * module.key_dim + module.kv_rank * (module.head_dim + module.value_dim)
             return 2.0 * block_tokens * (down + units.size * (expand + module.value_dim * hidden))
+        case Mamba2():
+            inner, shared = units.size * module.head_dim, 2 * local_kv_heads(module, units) * module.state_size
+            projections = hidden * (3 * inner + shared + units.size)
+            return 2.0 * block_tokens * (projections + module.conv_kernel * (inner + shared))
         case Mlp():
             return 2.0 * block_tokens * hidden * units.size * (3 if module.gated else 2)
         case Moe():
@@ -64,10 +68,10 @@ def matrix_flop(module: Module, block_tokens: int, units: Interval) -> float:
 
 
 def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval) -> float:
-    """Forward products of attention without weights (scores, and scores times values), one rank.
+    """Forward products without weights, one rank: attention's scores and those times values, Mamba-2's scan.
 
     # 2 x tokens x s x (key + value width) x heads, halved by the causal mask; a window w < s leaves s w - w^2 / 2 pairs
-    #   s sequence length.  Leaves out the diagonal's other half, 1 / s.
+    #   s sequence length.  Leaves out the diagonal's other half, 1 / s.  Scan: `_scan_products`
     """
     match module:
         case Attention():
@@ -75,10 +79,30 @@ def score_flop(module: Module, block_tokens: int, seq_len: int, units: Interval)
             window = seq_len if module.window is None else min(module.window, seq_len)
         case LatentAttention():
             width, window = module.key_dim + module.value_dim, seq_len
+        case Mamba2():
+            return 2.0 * block_tokens * _scan_products(module, seq_len, units)
         case _:
             return 0.0
     pairs_per_token = window - window * window / (2.0 * seq_len)
     return 2.0 * block_tokens * pairs_per_token * width * units.size
+
+
+def _scan_products(module: Mamba2, seq_len: int, units: Interval) -> float:
+    """Multiplications per token of the state-space scan by chunks [Mamba-2, arXiv 2405.21060, section 6].
+
+    # G Q N + H (Q P + 2 P N): C B^T of a group and its product with the values, inside chunks of Q = min(chunk, s)
+    #   tokens; a chunk's state from its values, and its outputs from the state before
+    #   H heads, G groups of them, P head_dim, N state_size.  Chunks are formed whole, the masked half too.  Leaves out
+    #   decays and the recurrence of states, H P N / Q.
+    """
+    chunk, width, state = min(module.chunk, seq_len), module.head_dim, module.state_size
+    within = local_kv_heads(module, units) * chunk * state + units.size * chunk * width
+    return float(within + 2 * units.size * width * state)
+
+
+def score_backward_ratio(module: Module) -> float:
+    """Backward's part of forward's `score_flop`: a scan's products have two gradients each."""
+    return 2.0 if isinstance(module, Mamba2) else ATTENTION_BACKWARD_RATIO
 
 
 def weight_gradient_share(

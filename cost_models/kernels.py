@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cost_models.flops import local_kv_heads, routed_tokens
 from cost_models.share import Share
-from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
+from specs.model import Attention, Embedding, Head, LatentAttention, Mamba2, Mlp, Module, Moe
 from specs.tensors import local_num_elements
 
 
@@ -75,6 +75,10 @@ def products_of(module: Module, share: Share) -> tuple[Matrix, ...]:
                 Matrix(tokens, values, module.kv_rank),
                 Matrix(tokens, hidden, values),
             )
+        case Mamba2():
+            inner, groups = units.size * module.head_dim, local_kv_heads(module, units)
+            rows = 2 * inner + 2 * groups * module.state_size + units.size
+            return (Matrix(tokens, rows, hidden), Matrix(tokens, hidden, inner))
         case Mlp():
             first = Matrix(tokens, units.size, hidden)
             return (*((first,) * (1 + module.gated)), Matrix(tokens, hidden, units.size))
@@ -110,6 +114,8 @@ def forward_work(module: Module, share: Share, activation_bytes: int) -> Work:
             joined = 2.0 * units.size * (module.rope_dim + module.key_dim)  # rotary queries; keys from both their parts
             latents = 2.0 * size * share.chunk_tokens * module.latent_width
             return Work(products, chunk + latents + size * block_tokens * joined, 12)
+        case Mamba2():
+            return Work(products, chunk + _mamba_traffic(module, share, size), 14)
         case Mlp():
             return Work(products, chunk + size * block_tokens * units.size * (3.0 if module.gated else 2.0), 4)
         case Moe():
@@ -118,6 +124,20 @@ def forward_work(module: Module, share: Share, activation_bytes: int) -> Work:
         case Head():
             both = (products[0].for_input(), products[0].for_weight())
             return Work((*products, *both), chunk + 20.0 * block_tokens * units.size, 8)
+
+
+def _mamba_traffic(module: Mamba2, share: Share, size: int) -> float:
+    """Forward bytes of convolution, scan and gated norm.
+
+    # a T (4 D + 5 S + H) + 16 D N T / Q + 3 a T D
+    #   D = H P inner numbers, S = 2 G N of B and C on this rank: the convolution reads and writes D + S; the scan reads
+    #   them (B and C twice) and steps and writes D, and its states, in fp32, are written and read twice; the norm reads
+    #   two and writes one.  Kernels of the scan: decays, states, recurrence, C B^T, outputs.
+    """
+    inner = share.units.size * module.head_dim
+    shared = 2 * local_kv_heads(module, share.units) * module.state_size
+    states = 16.0 * inner * module.state_size / min(module.chunk, share.seq_len)
+    return share.block_tokens * (size * (7.0 * inner + 4.0 * shared + share.units.size) + states)
 
 
 def backward_work(module: Module, share: Share, activation_bytes: int) -> Work:
@@ -139,7 +159,9 @@ def backward_work(module: Module, share: Share, activation_bytes: int) -> Work:
 
 
 def repeated_work(module: Module, share: Share, activation_bytes: int) -> Work:
-    """What selective recomputation does again beside attention's scores: rotary embeddings, activation functions."""
+    """What selective recomputation does again beside attention's scores or the scan: rotary embeddings, activation
+    functions, convolution and gated norm.
+    """
     size, tokens, units = activation_bytes, share.block_tokens, share.units
     match module:
         case Attention():
@@ -147,6 +169,8 @@ def repeated_work(module: Module, share: Share, activation_bytes: int) -> Work:
             return Work((), size * tokens * heads * module.head_dim, 4)
         case LatentAttention():
             return Work((), 2.0 * size * tokens * units.size * (module.rope_dim + module.key_dim), 6)
+        case Mamba2():
+            return Work((), _mamba_traffic(module, share, size), 10)
         case Mlp():
             return Work((), float(size * tokens * units.size * (3 if module.gated else 2)), 2)
         case Moe():

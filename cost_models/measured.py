@@ -17,7 +17,7 @@ from cost_models.working import working_bytes
 from specs.cluster import ClusterSpec, CollectiveOp, LinkLevel, Precision
 from specs.errors import BadInputError
 from specs.layout import Interval
-from specs.model import Attention, LatentAttention, Mlp, Module, Moe
+from specs.model import Attention, LatentAttention, Mamba2, Mlp, Module, Moe
 from specs.plan import Recompute, TrainingSpec
 from specs.profile import ModuleTiming, OverlapTiming, Profile, StepOverhead
 
@@ -216,7 +216,7 @@ def _hidden_share(overlap: OverlapTiming) -> float:
 def _selective_share(module: Module, block_tokens: int, seq_len: int, units: Interval) -> float:
     """Part of a forward pass that selective recomputation repeats."""
     match module:
-        case Attention() | LatentAttention():
+        case Attention() | LatentAttention() | Mamba2():
             whole = forward_flop(module, block_tokens=block_tokens, seq_len=seq_len, units=units)
             return score_flop(module, block_tokens, seq_len, units) / whole
         case Mlp() | Moe():

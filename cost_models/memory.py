@@ -19,7 +19,7 @@ from cost_models.share import Share
 from cost_models.working import working_bytes
 from specs.cluster import Precision
 from specs.layout import Cuts, Interval, block_of, block_starts, kv_groups_of
-from specs.model import Attention, Module
+from specs.model import Attention, Mamba2, Module
 from specs.plan import MemoryTerms, ModulePlacement, Plan, Recompute, Zero
 from specs.schedule import Held, most_held, repeats
 from specs.tensors import local_rows, sharding_level, tensors_of
@@ -82,7 +82,7 @@ def static_bytes(
         elif tensor.cut == "whole":
             part = size / sum(number * ranks for ranks, number in copies)
         elif tensor.cut == "kv":
-            assert isinstance(module, Attention)
+            assert isinstance(module, Attention | Mamba2)
             groups = kv_groups_of(own, module.num_heads, module.num_kv_heads)
             part = sum(
                 tensor.rows_per_unit
@@ -101,7 +101,7 @@ def static_bytes(
     )
 
 
-def _kv_holders(module: Attention, group: int, degree: int) -> int:
+def _kv_holders(module: Attention | Mamba2, group: int, degree: int) -> int:
     """Ranks of an evenly cut block whose query heads read a KV head."""
     per_group = module.num_heads // module.num_kv_heads
     first, last = group * per_group, (group + 1) * per_group - 1

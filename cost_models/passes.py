@@ -18,7 +18,7 @@ from cost_models.sharding import MicroBatchSeconds
 from cost_models.topology import ReplicaClass, Topology, span_of
 from specs.cluster import Precision
 from specs.layout import Cuts, block_of, block_starts, sharing_blocks
-from specs.model import Attention, Module
+from specs.model import Attention, Mamba2, Module
 from specs.plan import ModulePlacement, Pipeline, Plan, Recompute
 
 
@@ -318,7 +318,7 @@ def _rank_costs(
     for rank in range(len(place.nodes)):
         share = share_of(placement, module, rank, place.cuts, seq_len, place.context)
         block, _ = block_of(placement.blocks, rank)
-        kv_heads = local_kv_heads(module, share.units) if isinstance(module, Attention) else 0
+        kv_heads = local_kv_heads(module, share.units) if isinstance(module, Attention | Mamba2) else 0
         key = (share.degree, share.block_tokens, share.units.size, kv_heads, levels[block], sharing.get(block))
         if key not in known:
             largest = share.units.size == largest_units(module, share.degree).size

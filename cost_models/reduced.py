@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Literal
 
 from cost_models.activations import activation_bytes
-from cost_models.flops import ATTENTION_BACKWARD_RATIO, largest_units, matrix_flop, score_flop
+from cost_models.flops import largest_units, matrix_flop, score_backward_ratio, score_flop
 from cost_models.share import Share
 from specs.layout import balanced_cuts, block_starts, sequence_token_cuts
 from specs.model import SEQUENCE_KINDS, Module
@@ -235,7 +235,7 @@ def _cost(module: Module, blocks: Blocks, cuts: tuple[int, ...], seq_len: int) -
         tokens = cuts[starts[block + 1]] - cuts[starts[block]]
         units = largest_units(module, size)
         matrix = 3.0 * matrix_flop(module, tokens, units)
-        scores = (1.0 + ATTENTION_BACKWARD_RATIO) * score_flop(module, tokens, seq_len, units)
+        scores = (1.0 + score_backward_ratio(module)) * score_flop(module, tokens, seq_len, units)
         flop = max(flop, matrix + scores)
         moved = max(moved, tokens * (size - 1) / size * module.hidden)
     return flop, moved

@@ -13,7 +13,7 @@ from cost_models.dispatch import EXPERT_NUMBER_BYTES, dispatched_tokens
 from cost_models.flops import gathered_width, local_kv_heads, routed_tokens
 from cost_models.share import Share
 from specs.cluster import Precision
-from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Module, Moe
+from specs.model import Attention, Embedding, Head, LatentAttention, Mamba2, Mlp, Module, Moe
 from specs.plan import Recompute
 from specs.tensors import local_num_elements
 
@@ -39,7 +39,9 @@ def working_bytes(module: Module, share: Share, precision: Precision, recompute:
             working = _moe(module, share, precision, recompute)
         case LatentAttention():
             working = _latent_attention(module, share, precision)
-    if recompute == "full" or (recompute == "selective" and isinstance(module, LatentAttention)):
+        case Mamba2():
+            working = _mamba(module, share, precision)
+    if recompute == "full" or (recompute == "selective" and isinstance(module, LatentAttention | Mamba2)):
         whole, kept = (activation_bytes(module, share, precision, mode) for mode in ("none", recompute))
         working += whole - kept
     return working
@@ -78,15 +80,17 @@ def _mlp(module: Mlp, share: Share, precision: Precision, *, selective: bool) ->
     # norm of the output, where there is one: 4 c h more
     # selective: activation and second product at once, with the columns again: T h + 5 T f (no gate: 3 T f); first
     #   product less nothing
+    # squared relu keeps its root where it is formed again, with a gate or selective: T f more
     """
     size, gated = ACTIVATION_BYTES[precision], module.gated
     chunk, gathered, own = _tokens(module.hidden, share)
     columns = share.block_tokens * share.units.size
     matrix = module.hidden * share.units.size
     second = gathered + columns + matrix
-    activation = (3 if gated else 1) * columns
+    root = module.activation == "relu2"
+    activation = (3 + root if gated else 1) * columns
     if selective:
-        second, activation = 0, gathered + (5 if gated else 3) * columns
+        second, activation = 0, gathered + ((5 if gated else 3) + root) * columns
     first = own + (1 + gated) * matrix - (0 if selective else columns)
     after = 4 * chunk if module.post_norm else 0
     return size * (chunk + max(second, activation, first, after))
@@ -179,6 +183,25 @@ def _latent_attention(module: LatentAttention, share: Share, precision: Precisio
     gathered = both if share.degree > 1 else share.chunk_tokens * module.hidden
     inner = tokens * 2 * units.size * (module.key_dim + module.value_dim)
     return size * (gathered + inner + local_num_elements(module, units))
+
+
+def _mamba(module: Mamba2, share: Share, precision: Precision) -> int:
+    """A formula: no executor that was measured runs this module.  Phases as of `_mlp`, with D, S, H of `_mamba_bytes`:
+
+    # output product   T h + (T + h) D
+    # scan             gradients of gate, output, values, B, C and steps  T (3 D + S + H); states of chunks and their
+    #                  gradients in fp32, 8 D N T / Q
+    # in-projection    T h (+ c h) + h (2 D + S + H), less T D
+    """
+    size, tokens, heads = ACTIVATION_BYTES[precision], share.block_tokens, share.units.size
+    chunk, gathered, own = _tokens(module.hidden, share)
+    inner, shared = heads * module.head_dim, 2 * local_kv_heads(module, share.units) * module.state_size
+    chunks = -(-tokens // min(module.chunk, share.seq_len))
+    output = gathered + (tokens + module.hidden) * inner
+    scan = tokens * (3 * inner + shared + heads)
+    projection = own + module.hidden * (2 * inner + shared + heads) - tokens * inner
+    states = 8 * inner * module.state_size * chunks
+    return size * chunk + max(size * output, size * scan + states, size * projection)
 
 
 def _tokens(hidden: int, share: Share) -> tuple[int, int, int]:

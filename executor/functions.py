@@ -201,6 +201,26 @@ def gated_activation(activation: Callable[[Tensor], Tensor], gate: Tensor, up: T
     return _GatedActivation.apply(activation, gate, up)
 
 
+class _SquaredRelu(torch.autograd.Function):
+    """y = relu(x)^2, keeping relu(x) only; torch's own square makes one more tensor of that size in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor):  # type: ignore[no-untyped-def]
+        root = x.relu()
+        ctx.save_for_backward(root)
+        return root.square()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        (root,) = ctx.saved_tensors
+        return (grad * root).mul_(2.0)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x) squared, elementwise."""
+    return _SquaredRelu.apply(x)
+
+
 class _RmsNorm(torch.autograd.Function):
     """y = x r w with r = 1 / sqrt(mean x^2 + epsilon), keeping x and r; torch keeps x twice where it has no kernel."""
 

@@ -11,6 +11,7 @@ _ACTIVATION_NAMES: dict[Activation, str] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -21,6 +21,7 @@ from executor.functions import (
     recomputed_core,
     rms_norm,
     scatter,
+    squared_relu,
     vocabulary_cross_entropy,
 )
 from executor.layout import ModuleLayout
@@ -36,6 +37,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": squared_relu,
 }
 
 

@@ -13,7 +13,7 @@ from executor.modules import BlockModule, EmbeddingModule, HeadModule, MlpModule
 from executor.moe import MoeModule
 from specs.errors import BadInputError
 from specs.layout import Interval
-from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Moe
+from specs.model import Attention, Embedding, Head, LatentAttention, Mamba2, Mlp, Moe
 
 Tensor = torch.Tensor
 
@@ -43,9 +43,9 @@ def build_module(
             return HeadModule(layout, block, dtype, device)
         case Moe():
             return MoeModule(layout, block, dtype, device)
-        case LatentAttention():
+        case LatentAttention() | Mamba2():
             raise BadInputError(
-                f"{layout.name} is of kind latent_attention, which the executor does not train yet; it runs "
+                f"{layout.name} is of kind {layout.module.kind}, which the executor does not train yet; it runs "
                 "embedding, attention, mlp, moe and head. Plans and estimates for this model work."
             )
 

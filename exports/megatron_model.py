@@ -41,6 +41,8 @@ def _parts(model: ModelSpec) -> tuple[Attention | LatentAttention, list[FeedForw
     attentions: list[object] = []
     parts: list[FeedForward] = []
     for layer in model.layers:
+        if layer.mamba is not None:
+            raise BadInputError("a layer has Mamba-2, which this export does not write")
         if layer.attention is None or layer.feed_forward is None:
             raise BadInputError("a layer lacks attention or its feed-forward part, Megatron-LM's GPT layers have both")
         attentions.append(layer.attention)
@@ -143,6 +145,8 @@ def _activation(name: str, *, gated: bool) -> Arguments:
         return [("--swiglu",)]
     if not gated and name == "gelu_tanh":
         return []  # its default, fused with the bias, is the tanh form
+    if not gated and name == "relu2":
+        return [("--squared-relu",)]
     if not gated and name == "gelu":
         return [("--no-bias-gelu-fusion",)]
     raise BadInputError(f"the activation {name}{' with a gate' if gated else ''} has no argument of Megatron-LM")

@@ -247,7 +247,8 @@ def _chain_counts(model: ModelSpec, layers: Iterable[int]) -> list[int]:
     """Modules per stage for whole layers per stage; the embedding is in the first, the head in the last."""
     sizes: list[int] = []
     for layer in model.layers:
-        sizes += [(layer.attention is not None) + (layer.feed_forward is not None)] * layer.repeat
+        parts = (layer.attention, layer.mamba, layer.feed_forward)
+        sizes += [sum(part is not None for part in parts)] * layer.repeat
     counts, start = [], 0
     for number in layers:
         counts.append(sum(sizes[start : start + number]))

@@ -29,6 +29,7 @@ MODES: dict[str, tuple[Recompute, ...]] = {
     "embedding": ("none",),
     "attention": ("keep", "none", "selective", "full"),
     "latent_attention": ("none", "selective", "full"),
+    "mamba2": ("keep", "none", "selective", "full"),
     "mlp": ("keep", "none", "selective", "full"),
     "moe": ("none", "selective", "full"),
     "head": ("none", "full"),

@@ -8,7 +8,7 @@ from functools import lru_cache
 from cost_models.flops import local_kv_heads
 from planner.blocks import Blocks
 from specs.layout import Interval, balanced_cuts, interval_of, refine
-from specs.model import Attention, Module, num_units
+from specs.model import Attention, Mamba2, Module, num_units
 from specs.tensors import local_rows, tensors_of
 
 
@@ -24,7 +24,7 @@ def distinct_shares(module: Module, degree: int) -> tuple[Interval, ...]:
     """One interval of units for every different amount of work that ranks of an evenly cut block have."""
     found: dict[tuple[int, int], Interval] = {}
     for units in all_shares(module, degree):
-        heads = local_kv_heads(module, units) if isinstance(module, Attention) else 0
+        heads = local_kv_heads(module, units) if isinstance(module, Attention | Mamba2) else 0
         found.setdefault((units.size, heads), units)
     return tuple(found.values())
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from specs.base import first_problem
 from specs.errors import BadInputError
+from specs.huggingface_hybrid import nemotron_h
 from specs.huggingface_keys import ConfigKeys
 from specs.huggingface_parts import attention_of, decoder_of, gated_mlp_of, head_dim_of, rope_of
 from specs.model import (
@@ -352,5 +353,6 @@ _FAMILIES: dict[str, Callable[[ConfigKeys, str], ModelSpec]] = {
     "gemma3_text": _gemma3_text,
     "gpt2": _gpt2,
     "openelm": _openelm,
+    "nemotron_h": nemotron_h,
 }
 MODEL_TYPES = tuple(sorted(_FAMILIES))

@@ -1,6 +1,6 @@
 """A model as a chain of modules: embedding, then per layer attention and a feed-forward part, then the head.
 
-Layers may all differ; a layer may lack attention or the feed-forward part (a "no-op" block).  Each module owns
+Layers may all differ; a layer may lack any part (a "no-op" block) or have Mamba-2 for attention.  Each module owns
 its input norm, so that between modules only the residual stream exists.
 """
 
@@ -17,7 +17,7 @@ from specs.base import Document, Spec
 MAX_LAYERS = 10_000
 
 NormKind = Literal["rmsnorm", "layernorm"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]  # relu2: the square of relu
 
 
 class Norm(Spec):
@@ -117,6 +117,41 @@ class LatentAttention(Spec):
         return self.query_rank + self.kv_rank + self.rope_dim
 
 
+class Mamba2(Spec):
+    """Selective state space of structured matrices (Mamba-2, arXiv 2405.21060, section 7), cut by heads.
+
+    The input is projected to a gate and values of num_heads x head_dim, B and C of num_groups x `state_size`, and a
+    step size per head.  Values, B and C go through a causal convolution over `conv_kernel` tokens of each channel and a
+    scan by chunks of `chunk` tokens, whose gated output is normalised.  Heads of a group share its B and C; a rank has
+    those of its heads, as KV heads.
+    """
+
+    kind: Literal["mamba2"] = "mamba2"
+    hidden: PositiveInt
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    num_groups: PositiveInt
+    state_size: PositiveInt
+    conv_kernel: PositiveInt
+    conv_bias: bool = True
+    chunk: PositiveInt = 256
+    norm: Norm = Norm()
+
+    @model_validator(mode="after")
+    def _groups_divide(self) -> Self:
+        if self.num_heads % self.num_groups:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_groups {self.num_groups}; every group must serve "
+                "the same number of heads"
+            )
+        return self
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Groups: their B and C are to heads what keys and values are to query heads (the paper's section 7.2)."""
+        return self.num_groups
+
+
 class Mlp(Spec):
     """Feed-forward part, cut by FFN columns (gate and up alike); `post_norm` as of attention."""
 
@@ -158,13 +193,14 @@ class Head(Spec):
 
 
 FeedForward = Annotated[Mlp | Moe, Field(discriminator="kind")]
-Module = Annotated[Embedding | Attention | LatentAttention | Mlp | Moe | Head, Field(discriminator="kind")]
+Module = Annotated[Embedding | Attention | LatentAttention | Mamba2 | Mlp | Moe | Head, Field(discriminator="kind")]
 
 
 class Layer(Spec):
-    """`repeat` equal layers in a row."""
+    """`repeat` equal layers in a row, each of the parts that it has, in this order."""
 
     attention: Annotated[Attention | LatentAttention, Field(discriminator="kind")] | None = None
+    mamba: Mamba2 | None = None
     feed_forward: FeedForward | None = None
     repeat: PositiveInt = Field(default=1, le=MAX_LAYERS)
 
@@ -173,7 +209,7 @@ class NamedModule(NamedTuple):
     """A module with its place in the chain, e.g. `layer.3.attention`."""
 
     name: str
-    module: Embedding | Attention | LatentAttention | Mlp | Moe | Head
+    module: Embedding | Attention | LatentAttention | Mamba2 | Mlp | Moe | Head
 
 
 class ModelSpec(Document):
@@ -215,6 +251,8 @@ class ModelSpec(Document):
             for _ in range(layer.repeat):
                 if layer.attention is not None:
                     chain.append(NamedModule(f"layer.{index}.attention", layer.attention))
+                if layer.mamba is not None:
+                    chain.append(NamedModule(f"layer.{index}.mamba2", layer.mamba))
                 if layer.feed_forward is not None:
                     chain.append(NamedModule(f"layer.{index}.{layer.feed_forward.kind}", layer.feed_forward))
                 index += 1
@@ -222,12 +260,12 @@ class ModelSpec(Document):
         return tuple(chain)
 
 
-def num_units(module: Embedding | Attention | LatentAttention | Mlp | Moe | Head) -> int:
-    """Units that a block cuts a module by: vocabulary rows, query heads, FFN columns, or experts."""
+def num_units(module: Embedding | Attention | LatentAttention | Mamba2 | Mlp | Moe | Head) -> int:
+    """Units that a block cuts a module by: vocabulary rows, (query) heads, FFN columns, or experts."""
     match module:
         case Embedding() | Head():
             return module.vocab
-        case Attention() | LatentAttention():
+        case Attention() | LatentAttention() | Mamba2():
             return module.num_heads
         case Mlp():
             return module.ffn
@@ -236,12 +274,13 @@ def num_units(module: Embedding | Attention | LatentAttention | Mlp | Moe | Head
 
 
 # Kinds whose blocks must hold whole sequences: every token looks at those before it.
-SEQUENCE_KINDS = ("attention", "latent_attention")
+SEQUENCE_KINDS = ("attention", "latent_attention", "mamba2")
 
 UNIT_NAMES = {
     "embedding": "vocabulary rows",
     "attention": "query heads",
     "latent_attention": "heads",
+    "mamba2": "heads",
     "mlp": "FFN columns",
     "moe": "experts",
     "head": "vocabulary rows",

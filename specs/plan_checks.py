@@ -46,10 +46,10 @@ def check_pipeline(pipeline: Pipeline, chain: tuple[NamedModule, ...], seq_len: 
         for placement in stage.modules:
             module = modules[placement.module]
             _check_units(placement, module, where)
-            if placement.recompute == "keep" and module.kind not in ("attention", "mlp"):
+            if placement.recompute == "keep" and module.kind not in ("attention", "mamba2", "mlp"):
                 raise ValueError(
-                    f"{where}, {placement.module}: recompute keep is for attention and mlp, whose gathered input it "
-                    f"keeps; this is {module.kind}. Use none"
+                    f"{where}, {placement.module}: recompute keep is for attention, mamba2 and mlp, whose gathered "
+                    f"input it keeps; this is {module.kind}. Use none"
                 )
             if context > 1 and isinstance(module, Attention):
                 _check_shared_sequences(placement, module, stage, num_tokens, seq_len, context, where)

@@ -10,12 +10,12 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from specs.layout import Interval, kv_groups_of
-from specs.model import Attention, Embedding, Head, LatentAttention, Mlp, Moe, Norm
+from specs.model import Attention, Embedding, Head, LatentAttention, Mamba2, Mlp, Moe, Norm
 
-AnyModule = Embedding | Attention | LatentAttention | Mlp | Moe | Head
+AnyModule = Embedding | Attention | LatentAttention | Mamba2 | Mlp | Moe | Head
 
-# How the rows follow the module's unit cut: "unit" rows_per_unit rows for each unit; "kv" the KV heads that the
-# rank's query heads read; "whole" every rank holds all.
+# How the rows follow the module's unit cut: "unit" rows_per_unit rows for each unit; "kv" the KV heads (Mamba-2:
+# groups) that the rank's heads read; "whole" every rank holds all.
 RowCut = Literal["unit", "kv", "whole"]
 Init = Literal["normal", "residual", "ones", "zeros"]
 
@@ -98,6 +98,8 @@ def tensors_of(module: AnyModule) -> tuple[TensorSpec, ...]:
                 _matrix("value", heads * module.value_dim, module.kv_rank, "unit", module.value_dim),
                 _matrix("output", heads * module.value_dim, hidden, "unit", module.value_dim, "residual"),
             ]
+        case Mamba2():
+            table = _norm(module.norm, hidden) + _mamba_tensors(module)
         case Mlp():
             table = _norm(module.norm, hidden)
             if module.gated:
@@ -133,6 +135,31 @@ def tensors_of(module: AnyModule) -> tuple[TensorSpec, ...]:
     return tuple(table)
 
 
+def _mamba_tensors(module: Mamba2) -> list[TensorSpec]:
+    """The in-projection and the convolution by what their rows make: gate, values, B, C, step sizes."""
+    hidden, width, heads, state = module.hidden, module.head_dim, module.num_heads, module.state_size
+    inner, shared = heads * width, module.num_groups * state
+    convolved: list[tuple[str, int, RowCut, int]] = [
+        ("value", inner, "unit", width),
+        ("b", shared, "kv", state),
+        ("c", shared, "kv", state),
+    ]
+    table = [_matrix("gate", inner, hidden, "unit", width)]
+    table += [_matrix(name, rows, hidden, cut, per_unit) for name, rows, cut, per_unit in convolved]
+    table.append(_matrix("step", heads, hidden, "unit", 1))
+    table += [_matrix(f"{name}_conv", rows, module.conv_kernel, cut, per) for name, rows, cut, per in convolved]
+    if module.conv_bias:
+        table += [_vector(f"{name}_conv_bias", rows, cut, per) for name, rows, cut, per in convolved]
+    return [
+        *table,
+        _vector("decay", heads, "unit", 1, "ones"),
+        _vector("skip", heads, "unit", 1, "ones"),
+        _vector("step_bias", heads, "unit", 1),
+        _vector("gated_norm", inner, "unit", width, "ones"),
+        _matrix("output", inner, hidden, "unit", width, "residual"),
+    ]
+
+
 def parameter_name(module_name: str, module: AnyModule, tensor: TensorSpec) -> str:
     """Global name of a tensor.  A tied head's weight IS the embedding's, so it has that name."""
     if isinstance(module, Head) and module.tied and tensor.name == "weight":
@@ -148,7 +175,7 @@ def local_rows(module: AnyModule, tensor: TensorSpec, units: Interval) -> Interv
         case "unit":
             return Interval(units.start * tensor.rows_per_unit, units.stop * tensor.rows_per_unit)
         case "kv":
-            assert isinstance(module, Attention)
+            assert isinstance(module, Attention | Mamba2)
             groups = kv_groups_of(units, module.num_heads, module.num_kv_heads)
             return Interval(groups.start * tensor.rows_per_unit, groups.stop * tensor.rows_per_unit)
 

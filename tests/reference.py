@@ -16,6 +16,7 @@ ACTIVATION = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x) ** 2,
 }
 
 

@@ -157,6 +157,9 @@ SURFACE: dict[str, set[str]] = {
         "MODEL_TYPES",
         "model_from_config",
     },
+    "specs.huggingface_hybrid": {
+        "nemotron_h",
+    },
     "specs.huggingface_keys": {
         "ACTIVATIONS",
         "ConfigKeys",
@@ -190,6 +193,7 @@ SURFACE: dict[str, set[str]] = {
         "LatentAttention",
         "Layer",
         "MAX_LAYERS",
+        "Mamba2",
         "Mlp",
         "ModelSpec",
         "Module",

@@ -28,7 +28,16 @@ SMALL = {
 }
 GPT2 = {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
 OPENELM = {"vocab_size": 97, "model_dim": 48, "num_transformer_layers": 2, "head_dim": 8}
-SIZES = {"gpt2": GPT2, "openelm": OPENELM}
+NEMOTRON_H = {
+    **{key: size for key, size in SMALL.items() if key != "max_position_embeddings"},
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "chunk_size": 32,
+}
+SIZES = {"gpt2": GPT2, "openelm": OPENELM, "nemotron_h": NEMOTRON_H}
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
@@ -167,6 +176,7 @@ def test_each_missing_size_is_named(model_type: str) -> None:
         "num_kv_heads": [3, 4],
         "ffn_multipliers": [0.5, 1.9],
         "model_type": model_type,
+        "hybrid_override_pattern": "M-*",
         "norm_topk_prob": True,
         **({"num_local_experts": 4} if model_type == "mixtral" else {"num_experts": 4}),
         "num_experts_per_tok": 2,

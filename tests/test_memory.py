@@ -39,6 +39,8 @@ MODULES: dict[str, Module] = {
     "attention, qk norm": Attention(hidden=128, num_heads=8, num_kv_heads=2, head_dim=16, qk_norm=True),
     "mlp": Mlp(hidden=128, ffn=350),
     "mlp, plain": Mlp(hidden=128, ffn=512, gated=False, activation="gelu", norm=LAYERNORM, bias=True),
+    "mlp, squared and gated": Mlp(hidden=128, ffn=350, activation="relu2"),
+    "mlp, squared": Mlp(hidden=128, ffn=512, gated=False, activation="relu2"),
     "head": Head(hidden=128, vocab=500),
     "head, capped": Head(hidden=128, vocab=500, logit_cap=30.0),
     "attention, norm after": Attention(hidden=128, num_heads=8, num_kv_heads=4, head_dim=16, post_norm=True),

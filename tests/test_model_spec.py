@@ -58,7 +58,7 @@ def test_number_of_layers_counts_repeats(repeats: list[int]) -> None:
 def test_units() -> None:
     assert [num_units(part) for part in (Embedding(hidden=8, vocab=11), ATTENTION, MLP, MOE)] == [11, 4, 13, 5]
     kinds = {module.kind for _, module in model_preset("tiny").modules()}
-    assert set(UNIT_NAMES) == kinds | {"moe", "latent_attention"}
+    assert set(UNIT_NAMES) == kinds | {"moe", "latent_attention", "mamba2"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ PARAMETERS = {
     "llama-3-70b": 70_553_706_496,
     "llama-3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704,
+    "nemotron-nano-9b-v2": 8_888_227_328,
     "nemotron-super-49b": 49_867_145_216,
     "nemotron-ultra-253b": 253_401_268_224,
     "openelm-3b": 3_037_040_640,

@@ -53,6 +53,9 @@ CASES = (
     Case("openelm-tight", preset("openelm-3b"), "h100x8", 256, 2048, 14),
     Case("nemotron-super", preset("nemotron-super-49b"), "h100x64", 256, 4096),
     Case("nemotron-ultra", preset("nemotron-ultra-253b"), "h100x1024", 1024, 4096),
+    Case("nemotron-nano-roomy", preset("nemotron-nano-9b-v2"), "h200x8", 256, 8192),
+    Case("nemotron-nano", preset("nemotron-nano-9b-v2"), "h100x8", 256, 8192),
+    Case("nemotron-nano-tight", preset("nemotron-nano-9b-v2"), "h100x8", 256, 8192, 36),
     Case("two-kv-heads", two_kv_heads, "a100-40gx8", 128, 4096, 24),
     Case("four-kv-heads", four_kv_heads, "a100-40gx8", 128, 4096),
     Case("odd-heads", odd_heads, "a100-40gx8", 256, 1024),
@@ -118,6 +121,7 @@ def show_caps(time_limit_seconds: float) -> None:
     for name, cluster, batch, seq_len, caps in (
         ("llama-3-8b", "h100x8", 64, 8192, (24, 28, 32, 40, 48, 56, 64, 72)),
         ("openelm-3b", "h100x8", 256, 2048, (9, 10, 12, 14, 16, 20, 24, 32)),
+        ("nemotron-nano-9b-v2", "h100x8", 256, 8192, (24, 28, 32, 36, 40, 48, 56, 64)),
     ):
         saved = []
         print(f"caps: {name} on {cluster}, batch {batch} x {seq_len}")
