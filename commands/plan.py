@@ -113,9 +113,9 @@ def plan(
         from commands.sources import plot_step  # reports of every kind, slow to import
 
         plot_step(found, profile, plot)
-    from reports.plan import as_json as to_json
-
     if as_json:
+        from reports.plan_record import as_json as to_json
+
         typer.echo(json.dumps(to_json(found), indent=1))
         return
     from rich.console import Console

@@ -78,7 +78,7 @@ def _least_with(menu: Menu, chain: Chain, grid: Grid, source: OptionSource) -> L
 
 def _least_bytes(menu: Menu, counts: npt.NDArray[np.int64], in_flight: int) -> tuple[Floats, Floats]:
     """Least bytes of every content, and the largest working memory at which they are reached."""
-    limits = np.unique(np.concatenate([table.working for table in menu.tables]))
+    limits = np.array(sorted({working for table in menu.tables for working in table.working.tolist()}))
     held = np.full((len(menu.tables), limits.size), IMPOSSIBLE)
     for least, table in zip(held, menu.tables, strict=True):
         order = np.argsort(table.working)

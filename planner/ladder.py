@@ -13,7 +13,7 @@ from planner.grid_search import Incumbent
 from planner.layout import Layout
 from planner.outcome import Outcome
 from planner.problem import Pricer
-from planner.search import FREEDOMS, Freedom, Searcher, WithoutChance
+from planner.search import FREEDOMS, TOLERANCE, Freedom, Searcher, WithoutChance
 from specs.plan import LadderRung, Prediction
 
 NAMES: dict[Freedom, str] = {
@@ -63,7 +63,10 @@ class Climb:
     priced here.
     """
 
-    def __init__(self, searcher: Searcher, pricer: Pricer, last: Freedom, *, deadline: float) -> None:
+    def __init__(
+        self, searcher: Searcher, pricer: Pricer, last: Freedom, *, deadline: float, tolerance: float = TOLERANCE
+    ) -> None:
+        """`tolerance`: of the top."""
         if last == "interleaved" and not searcher.interleaved.possible:
             last = "cuts"
         self._pricer = pricer
@@ -87,7 +90,7 @@ class Climb:
             )
             hopeless = partial(self._hopeless, self._between, below)
         if last != "uniform":
-            outcome = searcher.search(last, self.incumbent, deadline=deadline, hopeless=hopeless)
+            outcome = searcher.search(last, self.incumbent, deadline=deadline, tolerance=tolerance, hopeless=hopeless)
             self.top = Rung.of(last, outcome)
 
     @staticmethod

@@ -14,7 +14,7 @@ from planner.alternatives import alternatives
 from planner.goal import make_worth
 from planner.grid_search import Incumbent
 from planner.infeasible import nothing_found
-from planner.ladder import Climb, as_ladder, goodput_rung, memory_rung
+from planner.ladder import NOTHING, Climb, as_ladder, goodput_rung, memory_rung
 from planner.memory_goal import MEMORY_TOLERANCE, least_memory
 from planner.outcome import Outcome
 from planner.problem import CostMaker, Pricer, Problem, context_degrees, make_searcher
@@ -108,7 +108,13 @@ def _of_equal_ranks(
     whole = start + time_limit_seconds
     deadline = start + time_limit_seconds * (EQUAL_SHARE if unlike else 1.0)
     searcher, pricer, climb, complete, elsewhere = _climbed(
-        problem, make_costs(problem.cluster, problem.training), engine, freedom, deadline=deadline
+        problem,
+        make_costs(problem.cluster, problem.training),
+        engine,
+        freedom,
+        deadline=deadline,
+        # For goodput the fastest is a rung like others.
+        tolerance=TOLERANCE if objective in ("step-time", "memory") else NOTHING,
     )
     top = climb.top
     if top.layout is None:
@@ -175,13 +181,15 @@ class _Climbed(NamedTuple):
     elsewhere: float
 
 
-def _climbed(problem: Problem, costs: CostModel, engine: Engine, freedom: Freedom, *, deadline: float) -> _Climbed:
+def _climbed(
+    problem: Problem, costs: CostModel, engine: Engine, freedom: Freedom, *, deadline: float, tolerance: float
+) -> _Climbed:
     """Without context parallelism, and with its degrees while they help."""
 
     def at(context: int) -> _Climbed:
         searcher = make_searcher(problem, costs, engine, context)
         pricer = Pricer(problem, searcher)
-        climb = Climb(searcher, pricer, freedom, deadline=deadline)
+        climb = Climb(searcher, pricer, freedom, deadline=deadline, tolerance=tolerance)
         return _Climbed(searcher, pricer, climb, climb.top.outcome.complete, float("inf"))
 
     best = at(1)

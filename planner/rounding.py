@@ -40,7 +40,7 @@ def best_rounding(
 
     and the prices of the relaxations that were solved are taken.
     """
-    works = np.unique(np.concatenate(list(working)))[::-1]
+    works = np.array(sorted(set(np.concatenate(list(working)).tolist()), reverse=True))  # np.unique imports numpy.ma
     works = works[works >= max(float(own.min()) for own in working)]
     orders = [np.argsort(own) for own in working]
     within = [np.searchsorted(w[order], works, side="right") - 1 for w, order in zip(working, orders, strict=True)]

@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reports.plan import as_json, schedule_text
+from reports.plan import schedule_text
+from reports.plan_record import as_json
 from specs.plan import Plan, Recompute
 from specs.units import num_bytes, percent, seconds
 

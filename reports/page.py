@@ -15,8 +15,9 @@ from reports.contingency import POLICY_NAMES, next_best, ranks_text
 from reports.delivery_charts import policies_chart, waterfall_chart
 from reports.goodput import verdict
 from reports.layout_chart import layout_chart
-from reports.plan import as_json, headline
+from reports.plan import headline
 from reports.plan_charts import alternatives_chart, gap_words, ladder_chart, memory_chart, step_chart
+from reports.plan_record import as_json
 from reports.run_charts import history_chart, loss_chart, seconds_chart
 from reports.svg import Drawn, drawn
 from reports.timeline_chart import timeline_chart

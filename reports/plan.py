@@ -1,17 +1,15 @@
-"""A plan as tables for the terminal, at most 100 columns wide, and as JSON."""
+"""A plan as tables for the terminal, at most 100 columns wide."""
 
 from __future__ import annotations
-
-from itertools import groupby
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from reports.contingency import contingency_table
+from reports.plan_record import names, runs
 from reports.rate_choices import rate_choices_table
-from specs.plan import MemoryTerms, ModulePlacement, Pipeline, Plan, Prediction, Stage, StepTerms
+from specs.plan import MemoryTerms, Pipeline, Plan, Prediction, StepTerms
 from specs.units import num_bytes, percent, rate, seconds
 
 STEP_NAMES = {
@@ -81,35 +79,6 @@ def render_prediction(plan: Plan, predicted: Prediction, *, profiled: bool) -> l
     return [*parts, Text()]
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """The keys that scripts read, and the whole layout."""
-    names = {"predicted", "certificate", "ladder", "alternatives", "rate_choices", "contingencies"}
-    found = plan.model_dump(mode="json", include=names)
-    pipelines = [
-        {
-            "micro_batch": pipeline.micro_batch,
-            "schedule": pipeline.schedule,
-            "stages": [
-                {
-                    "num_ranks": stage.num_ranks,
-                    "virtual_stages": stage.virtual_stages,
-                    "modules": [_run(stage, run) for run in _runs(stage)],
-                }
-                for stage in pipeline.stages
-            ],
-        }
-        for pipeline in plan.pipelines
-    ]
-    return {
-        "model": plan.model.name,
-        "cluster": plan.cluster.name,
-        "world_size": plan.world_size,
-        "num_replicas": len(plan.replicas),
-        "pipelines": pipelines,
-        **found,
-    }
-
-
 def schedule_text(pipeline: Pipeline) -> str:
     """`1f1b`, or `interleaved with 4 virtual stages`."""
     virtual = f" with {pipeline.num_virtual} virtual stages" if pipeline.num_virtual > 1 else ""
@@ -162,55 +131,17 @@ def _layout_table(plan: Plan) -> Table:
         prefix = f"{number}." if len(plan.pipelines) > 1 else ""
         for index, stage in enumerate(pipeline.stages):
             label = f"{prefix}{index}"
-            for run in _runs(stage):
+            for run in runs(stage):
                 redo = "" if run[0].recompute == "none" else run[0].recompute
-                table.add_row(label, _names(stage, run), _blocks(run[0].blocks), redo)
+                table.add_row(label, names(stage, run), _blocks(run[0].blocks), redo)
                 label = ""
     return table
-
-
-def _runs(stage: Stage) -> list[list[ModulePlacement]]:
-    """Modules of a stage by kind, split where the placement changes, in order of their first module."""
-    kinds: dict[str, list[ModulePlacement]] = {}
-    for placement in stage.modules:
-        kinds.setdefault(placement.module.rsplit(".", 1)[-1], []).append(placement)
-    runs = [
-        list(run)
-        for of_kind in kinds.values()
-        for _, run in groupby(of_kind, key=lambda p: (p.blocks, p.cuts, p.recompute, p.zero))
-    ]
-    position = {placement.module: index for index, placement in enumerate(stage.modules)}
-    return sorted(runs, key=lambda run: position[run[0].module])
-
-
-def _names(stage: Stage, run: list[ModulePlacement]) -> str:
-    """`layers 0-31 attention`, `layer 3 mlp`, `embedding`; `layers 0-3, 16-19 mlp` on two virtual stages."""
-    parts = run[0].module.split(".")
-    if len(parts) == 1:
-        return parts[0]
-    turns = {placement.module: turn for turn, own in enumerate(stage.runs()) for placement in own}
-    layers = [
-        [placement.module.split(".")[1] for placement in own] for _, own in groupby(run, lambda p: turns[p.module])
-    ]
-    ranges = [own[0] if own[0] == own[-1] else f"{own[0]}-{own[-1]}" for own in layers]
-    one = layers[0][0] == layers[-1][-1]
-    return f"{'layer' if one else 'layers'} {', '.join(ranges)} {parts[2]}"
 
 
 def _blocks(blocks: tuple[int, ...]) -> str:
     if len(set(blocks)) > 1:
         return " + ".join(map(str, blocks))
     return f"{_count(len(blocks), 'block')} of {blocks[0]}"
-
-
-def _run(stage: Stage, run: list[ModulePlacement]) -> dict[str, Any]:
-    return {
-        "modules": _names(stage, run),
-        "count": len(run),
-        "blocks": list(run[0].blocks),
-        "recompute": run[0].recompute,
-        "zero": run[0].zero,
-    }
 
 
 def _step_table(terms: StepTerms, predicted: Prediction) -> Table:

@@ -30,7 +30,8 @@ from planner.outcome import Outcome
 from planner.problem import Pricer, Problem, make_searcher
 from planner.search import TOLERANCE, Searcher
 from planner.space import Grid, Topology, enumerate_grids, variants
-from reports.plan import as_json, headline
+from reports.plan import headline
+from reports.plan_record import as_json
 from specs.plan import ModulePlacement, Pipeline, Plan, Provenance, Replica, Stage, TrainingSpec
 from specs.schedule import most_held, stage_actions
 from tests.layouts import small_model

@@ -12,7 +12,8 @@ from rich.console import Console
 from cost_models.break_even import Candidate, best_by_rate, break_even
 from cost_models.failures import default_failure_model
 from planner.start import start_plan
-from reports.plan import as_json, render
+from reports.plan import render
+from reports.plan_record import as_json
 from specs.plan import Plan
 
 MODEL = default_failure_model()
