@@ -26,8 +26,6 @@ NAMES: dict[Freedom, str] = {
 }
 # Gains below this fraction are called nothing.
 NOTHING = 5e-4
-# How close to its bound a layout is to be that the other searches begin with.
-ROUGHLY = 0.02
 # Seconds of the first searches below which the others are not worth a second process.
 SMALL = 0.05
 
@@ -79,7 +77,7 @@ class Climb:
         hopeless: Callable[[], WithoutChance] | None = None
         self._between: Beside[WithoutChance, _Between, _Between] | None = None
         if len(freedoms) > 2 and searcher.engine == "dp":
-            searcher.search("layers", self.incumbent, deadline=halfway, tolerance=ROUGHLY)
+            searcher.begin("layers", self.incumbent, deadline=halfway)
             below = _Below(last, searcher.branch(), pricer, self.incumbent)
             whole, parts = freedoms[1:-1][:2], freedoms[3:-1]
             self._between = Beside(

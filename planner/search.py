@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 # Relative distance between bound and layout at which a search stops and calls the layout optimal.
 TOLERANCE = 2e-4
 
+# How close to its bound a layout is to be that the other searches begin with.
+ROUGHLY = 0.02
+
 # Labels and dynamic programming (`grid_search`), or an integer program (`program`).
 Engine = Literal["dp", "ilp"]
 Freedom = Literal["uniform", "layers", "stages", "modules", "cuts", "interleaved"]
@@ -151,6 +154,17 @@ class Searcher:
         outcome.layout, outcome.seconds = incumbent.layout, incumbent.seconds
         outcome.bound = min(outcome.bound, outcome.seconds)
         return outcome
+
+    def begin(self, freedom: Freedom, incumbent: Incumbent, *, deadline: float) -> None:
+        """Some good layout, found quickly: of grid points that promise most, to within `ROUGHLY` of their bounds."""
+        some = Outcome(None, float("inf"), float("inf"), complete=False)
+        for grid in sorted(self.grids, key=self._promise):
+            enough = incumbent.seconds * (1.0 - ROUGHLY)
+            if self._promise(grid) >= enough or time.monotonic() > deadline:
+                break
+            why, _ = self._relaxed_bound(grid, freedom, enough)
+            if why is None:
+                self._search_variants(grid, freedom, incumbent, some, ROUGHLY, deadline)
 
     def without_chance(
         self, freedom: Freedom, incumbent: Incumbent, *, deadline: float, tolerance: float = TOLERANCE

@@ -27,7 +27,7 @@ Flights = tuple[Flight, ...]
 # Prices of a byte at which all contents are bounded at once; any subset of the true ones gives valid bounds.
 MAX_PRICES = 48
 # Rows whose own prices are taken.
-PRICED_ROWS = 6
+PRICED_ROWS = 3
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ import pytest
 from cost_models.sources import device_costs
 from planner import beside, ladder, make
 from planner.beside import Beside
+from planner.grid_search import Incumbent
 from planner.make import Problem, make_plan
+from planner.problem import Pricer, make_searcher
 from specs.errors import NoPlanFitsError
 from specs.plan import Certificate, Provenance, TrainingSpec
 from specs.presets import cluster_preset, model_preset
@@ -140,3 +142,13 @@ def test_what_the_ladder_finds_better_is_taken(monkeypatch: pytest.MonkeyPatch):
     assert plan.certificate.objective_value < 0.98 * worst
     assert plan.certificate.gap < 0.01
     assert [one.pipelines == plan.pipelines for one in told] == [False, True]
+
+
+def test_searches_begin_with_a_good_layout_of_their_freedom():
+    job = problem()
+    searcher = make_searcher(job, device_costs(job.cluster, job.training))
+    begun, whole = (Incumbent(Pricer(job, searcher).seconds) for _ in range(2))
+    searcher.begin("layers", begun, deadline=time.monotonic() + 60.0)
+    found = searcher.branch().search("layers", whole, deadline=time.monotonic() + 60.0)
+    assert begun.layout is not None
+    assert found.bound <= begun.seconds <= 1.05 * found.seconds
