@@ -169,7 +169,7 @@ def test_the_rung_pays_on_a_real_model(unlike, least):
 def test_shapes_that_the_search_has_not_priced_are_adapted(monkeypatch):
     """Ruled out with equal ranks, or without time for them: here the search knows even stages of whole nodes only."""
 
-    def of_whole_nodes(searcher, pricer, _, *, deadline):
+    def of_whole_nodes(searcher, pricer, _, *, deadline, **_words):
         own = searcher.within(searcher.capacity)
         own.grids = [grid for grid in own.grids if grid.num_ranks == 8]
         return Climb(own, pricer, "uniform", deadline=deadline)
