@@ -35,6 +35,8 @@ from specs.schedule import parse_actions
 
 NUM_MICRO_BATCHES = 2
 NUM_WARM_UP_STEPS = 2
+# Turns of whole and split backward passes in a round, at least: their small difference needs disturbed ones left out.
+MIN_SPLIT_TURNS = 8
 # The same two micro-batches with whole backward passes, and with their weight gradients after both of them.
 WHOLE, SPLIT = "F0 F1 B0 B1", "F0 F1 I0 I1 W0 W1"
 
@@ -172,7 +174,12 @@ class InSituTimings:
     @property
     def num_split_units(self) -> int:
         """Steps of a round of `run_split`, in sequences."""
-        return 2 * (NUM_WARM_UP_STEPS + self.options.num_steps) * self.split_layout[1]
+        return self.num_split_steps * self.split_layout[1]
+
+    @property
+    def num_split_steps(self) -> int:
+        """Of a round, whole and split ones."""
+        return 2 * (NUM_WARM_UP_STEPS + max(self.options.num_steps, MIN_SPLIT_TURNS))
 
     def run_split(self) -> Iterator[None]:
         """Train one layout with whole and with split backward passes in turns, yielding after every step."""
@@ -184,7 +191,7 @@ class InSituTimings:
         engine = Engine(plan, optimizer, device=self.device, seed=0)
         shape = (plan.training.global_batch, plan.training.seq_len + 1)
         tokens = torch.randint(self.model.vocab, shape, generator=torch.Generator().manual_seed(0))
-        for step in range(1, 2 * (NUM_WARM_UP_STEPS + self.options.num_steps) + 1):
+        for step in range(1, self.num_split_steps + 1):
             split = step % 2 == 0
             engine.runner.follow((parse_actions(SPLIT if split else WHOLE),))
             dist.barrier()

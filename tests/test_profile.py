@@ -87,8 +87,7 @@ def test_gradient_sync_after_and_beside_backward(measured: Profile) -> None:
 
 
 def test_what_split_backward_passes_add(measured: Profile) -> None:
-    # Passes of the tiny model take microseconds: one pause of the machine in two repetitions counts several times.
-    assert 0.0 <= measured.overhead.split_backward_overhead < 10.0
+    assert 0.0 <= measured.overhead.split_backward_overhead < 2.0
 
 
 def test_a_profile_of_an_earlier_version_is_to_be_measured_again(measured: Profile, tmp_path: Path) -> None:
