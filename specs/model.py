@@ -244,17 +244,16 @@ class ModelSpec(Document):
         return sum(layer.repeat for layer in self.layers)
 
     def modules(self) -> tuple[NamedModule, ...]:
-        """The chain in order, `repeat` unrolled; absent parts of a layer are left out."""
-        chain = [NamedModule("embedding", self.embedding)]
-        index = 0
+        """The chain in order, `repeat` unrolled; absent parts of a layer are left out.  Equal modules are one object, in a
+        model from a file too.
+        """
+        chain, index = [NamedModule("embedding", self.embedding)], 0
+        known: dict[Module, Module] = {}
         for layer in self.layers:
+            parts = (("attention", layer.attention), ("mamba2", layer.mamba), ("", layer.feed_forward))
+            there = [(kind or part.kind, known.setdefault(part, part)) for kind, part in parts if part is not None]
             for _ in range(layer.repeat):
-                if layer.attention is not None:
-                    chain.append(NamedModule(f"layer.{index}.attention", layer.attention))
-                if layer.mamba is not None:
-                    chain.append(NamedModule(f"layer.{index}.mamba2", layer.mamba))
-                if layer.feed_forward is not None:
-                    chain.append(NamedModule(f"layer.{index}.{layer.feed_forward.kind}", layer.feed_forward))
+                chain += [NamedModule(f"layer.{index}.{kind}", part) for kind, part in there]
                 index += 1
         chain.append(NamedModule("head", self.head))
         return tuple(chain)

@@ -94,3 +94,11 @@ def test_json_round_trip_of_unlike_layers() -> None:
     built = model(Layer(attention=ATTENTION, feed_forward=MOE), Layer(attention=ATTENTION, feed_forward=MLP, repeat=3))
     assert ModelSpec.model_validate_json(built.model_dump_json()) == built
     assert ModelSpec.model_validate_json(built.model_dump_json()).sha256() == built.sha256()
+
+
+def test_equal_modules_are_one_object_in_a_model_from_a_file_too() -> None:
+    model = model_preset("openelm-3b")
+    apart = ModelSpec.model_validate(model.model_dump())
+    modules = [module for _, module in apart.modules()]
+    assert len({id(module) for module in modules}) == len(set(modules)) < len(modules)
+    assert apart.modules() == model.modules()
