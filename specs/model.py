@@ -244,8 +244,9 @@ class ModelSpec(Document):
         return sum(layer.repeat for layer in self.layers)
 
     def modules(self) -> tuple[NamedModule, ...]:
-        """The chain in order, `repeat` unrolled; absent parts are left out.  Equal modules are one object, in a model from
-        a file too.
+        """The chain in order, `repeat` unrolled; absent parts of a layer are left out.
+
+        Equal modules are one object, in a model from a file too.
         """
         chain, index = [NamedModule("embedding", self.embedding)], 0
         known: dict[Module, Module] = {}
